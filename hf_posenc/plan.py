@@ -1,0 +1,262 @@
+"""The one value in the middle: what every decoder layer does with positions.
+
+Schemes produce a `PositionPlan`; the runtime, checkpoints, healing, evaluation and the report
+consume it. It is immutable, hashable, equal by value, and survives JSON bit for bit.
+
+Conventions (they hold in the whole package):
+  frequencies   radians per token, index 0 is the fastest; exact float32 values held as Python floats
+  pairs         in memory always half-split: pair i is the features (i, i + F) of a head's rotary part
+  positions     0-based; layers 0-based
+  shapes        B batch, T query length, S key length, H heads, K kv heads, D head_dim, L layers,
+                F = rotary_dim / 2 frequencies
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hf_posenc.errors import PosencError
+
+Pairing = Literal["half_split", "interleaved"]
+FORMAT_VERSION = 1
+
+
+def float32(value: float) -> float:
+    """The float32 nearest to `value`, as a Python float."""
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", value))[0])
+    except OverflowError:
+        return math.inf
+
+
+def _frequencies(values: Sequence[float], what: str) -> tuple[float, ...]:
+    result = tuple(float32(float(value)) for value in values)
+    bad = [value for value in result if not (math.isfinite(value) and value >= 0.0)]
+    if bad:
+        raise PosencError(f"{what}: {bad[0]} is not a frequency; use finite values >= 0")
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class LongFactors:
+    """LongRoPE: rows longer than `original_length` use `inv_freq` instead (arXiv 2402.13753).
+
+    `inv_freq` has F entries in radians per token; the switch looks at the largest position of
+    the forward call, as transformers does.
+    """
+
+    original_length: int
+    inv_freq: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inv_freq", _frequencies(self.inv_freq, "LongFactors.inv_freq"))
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicNTK:
+    """Dynamic NTK: theta grows with the row once it passes `original_length`.
+
+    theta(n) = theta * (factor * n / original_length - (factor - 1)) ** (d / (d - 2)), d = 2F.
+    Pairs whose `LayerPlan.inv_freq` is 0 stay unrotated.
+    """
+
+    original_length: int
+    theta: float
+    factor: float
+
+
+Stretch = LongFactors | DynamicNTK
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """What one decoder layer does with positions.
+
+    inv_freq      F frequencies in radians per token, index 0 fastest; 0.0 = this pair is not rotated
+    rope_scale    multiplies cos and sin of all pairs (the attention factor of YaRN and LongRoPE)
+    stretch       how the frequencies depend on the length of the row, or None
+    permutation   feature n of every q and k head in memory is the base's feature permutation[n]
+                  (length D); None leaves the order as it is
+    """
+
+    inv_freq: tuple[float, ...]
+    rope_scale: float = 1.0
+    stretch: Stretch | None = None
+    permutation: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inv_freq", _frequencies(self.inv_freq, "LayerPlan.inv_freq"))
+        if not (math.isfinite(self.rope_scale) and self.rope_scale > 0):
+            raise PosencError(f"rope_scale {self.rope_scale} must be finite and above 0")
+        object.__setattr__(self, "rope_scale", float(self.rope_scale))
+        if self.permutation is not None:
+            order = tuple(int(n) for n in self.permutation)
+            if sorted(order) != list(range(len(order))):
+                raise PosencError("LayerPlan.permutation must name every feature exactly once")
+            identity = order == tuple(range(len(order)))
+            object.__setattr__(self, "permutation", None if identity else order)
+        if isinstance(self.stretch, LongFactors) and len(self.stretch.inv_freq) != len(
+            self.inv_freq
+        ):
+            raise PosencError("LongFactors.inv_freq must be as long as LayerPlan.inv_freq")
+
+    @property
+    def num_rotated(self) -> int:
+        """How many of the F pairs are rotated."""
+        return sum(value != 0.0 for value in self.inv_freq)
+
+    @property
+    def rotated(self) -> bool:
+        """Whether any pair of this layer is rotated (False: NoPE)."""
+        return self.num_rotated > 0
+
+
+@dataclass(frozen=True, slots=True)
+class PositionPlan:
+    """One `LayerPlan` per decoder layer, and how feature pairs lie in the stored weights.
+
+    layers    one per decoder layer
+    base      fingerprint of the model it was built for (`ModelSpec.fingerprint`)
+    pairing   layout of q/k rows in STORED weights; in memory they are always half-split
+    scheme    name and options that produced it, canonical JSON, for people: not compared
+    """
+
+    layers: tuple[LayerPlan, ...]
+    base: str
+    pairing: Pairing = "half_split"
+    scheme: str = field(default='{"name": "custom"}', compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if not self.layers:
+            raise PosencError("a plan needs at least one layer")
+        widths = {len(layer.inv_freq) for layer in self.layers}
+        if len(widths) != 1 or 0 in widths:
+            raise PosencError(f"layers of a plan must share one number of frequencies, not {widths}")
+        if self.pairing not in ("half_split", "interleaved"):
+            raise PosencError(
+                f"pairing {self.pairing!r} is unknown; use 'half_split' or 'interleaved'"
+            )
+        object.__setattr__(self, "scheme", canonical_json(json.loads(self.scheme)))
+
+    @property
+    def num_frequencies(self) -> int:
+        """F, the number of feature pairs per head that could rotate."""
+        return len(self.layers[0].inv_freq)
+
+    @property
+    def scheme_dict(self) -> dict[str, Any]:
+        """The scheme as `{"name": ..., **options}`."""
+        result: dict[str, Any] = json.loads(self.scheme)
+        return result
+
+    @property
+    def label(self) -> str:
+        """Short text for tables and messages, e.g. `nope_interleaved(every=4)`."""
+        return scheme_label(self.scheme_dict)
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits over everything that is compared."""
+        compared = {key: value for key, value in self.to_json().items() if key != "scheme"}
+        return hashlib.sha256(canonical_json(compared).encode()).hexdigest()[:16]
+
+    @property
+    def permuted(self) -> bool:
+        """Whether any layer's q/k features are re-ordered in memory."""
+        return any(layer.permutation is not None for layer in self.layers)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values; equal layers are written once."""
+        distinct = list(dict.fromkeys(self.layers))
+        return {
+            "format": FORMAT_VERSION,
+            "scheme": self.scheme_dict,
+            "base": self.base,
+            "pairing": self.pairing,
+            "kinds": [_layer_to_json(layer) for layer in distinct],
+            "layers": [distinct.index(layer) for layer in self.layers],
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> PositionPlan:
+        """The plan `to_json` wrote; anything else is a `PosencError`."""
+        try:
+            if value["format"] != FORMAT_VERSION:
+                raise PosencError(
+                    f"plan format {value['format']!r} is unknown to this version of hf_posenc "
+                    f"(it reads {FORMAT_VERSION}); upgrade hf_posenc"
+                )
+            kinds = [_layer_from_json(kind) for kind in value["kinds"]]
+            return cls(
+                layers=tuple(kinds[_index(index)] for index in value["layers"]),
+                base=value["base"],
+                pairing=value["pairing"],
+                scheme=canonical_json(value["scheme"]),
+            )
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            raise PosencError(f"not a position plan ({type(error).__name__}: {error})") from None
+
+
+def canonical_json(value: Any) -> str:
+    """One spelling per value: keys sorted, no NaN."""
+    return json.dumps(value, sort_keys=True, allow_nan=False)
+
+
+def scheme_label(scheme: Mapping[str, Any]) -> str:
+    """`name(option=value, ...)`, leaving out options that are None."""
+    shown = [f"{key}={value}" for key, value in scheme.items() if key != "name" and value is not None]
+    return f"{scheme['name']}({', '.join(shown)})" if shown else str(scheme["name"])
+
+
+def _index(value: Any) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise TypeError(f"layer index {value!r}")
+    return value
+
+
+def _layer_to_json(layer: LayerPlan) -> dict[str, Any]:
+    result: dict[str, Any] = {"inv_freq": list(layer.inv_freq), "rope_scale": layer.rope_scale}
+    if isinstance(layer.stretch, LongFactors):
+        result["long_factors"] = {
+            "original_length": layer.stretch.original_length,
+            "inv_freq": list(layer.stretch.inv_freq),
+        }
+    elif isinstance(layer.stretch, DynamicNTK):
+        result["dynamic_ntk"] = {
+            "original_length": layer.stretch.original_length,
+            "theta": layer.stretch.theta,
+            "factor": layer.stretch.factor,
+        }
+    if layer.permutation is not None:
+        result["permutation"] = list(layer.permutation)
+    return result
+
+
+def _layer_from_json(value: Mapping[str, Any]) -> LayerPlan:
+    known = {"inv_freq", "rope_scale", "long_factors", "dynamic_ntk", "permutation"}
+    if unknown := set(value) - known:
+        raise PosencError(
+            f"plan carries {sorted(unknown)[0]!r}, which this version of hf_posenc does not know; "
+            "upgrade hf_posenc"
+        )
+    stretch: Stretch | None = None
+    if "long_factors" in value:
+        stretch = LongFactors(
+            value["long_factors"]["original_length"], tuple(value["long_factors"]["inv_freq"])
+        )
+    elif "dynamic_ntk" in value:
+        stretch = DynamicNTK(**value["dynamic_ntk"])
+    order = value.get("permutation")
+    return LayerPlan(
+        inv_freq=tuple(value["inv_freq"]),
+        rope_scale=value["rope_scale"],
+        stretch=stretch,
+        permutation=None if order is None else tuple(order),
+    )
