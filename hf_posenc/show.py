@@ -1,0 +1,178 @@
+"""A plan for people: a table of its kinds of layers and a heat map in the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from hf_posenc.evaluation.figures import tokens_text
+from hf_posenc.plan import DynamicNTK, LayerPlan, LongFactors, PositionPlan
+
+_BARS = "▁▂▃▄▅▆▇█"
+# Dark to light as the wavelength grows: viridis, the map of the PNG.
+_COLOURS = ("#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b")
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One kind of layer of a plan, as text."""
+
+    layers: str
+    rotated: str
+    base: str
+    wavelengths: str
+    scale: str
+    stretch: str
+    order: str
+
+
+def plan_rows(plan: PositionPlan) -> list[PlanRow]:
+    """Equal layers as one row, in the order of their first layer."""
+    return [
+        PlanRow(
+            layers=layers_text([i for i, layer in enumerate(plan.layers) if layer == kind]),
+            rotated=f"{kind.num_rotated} of {len(kind.inv_freq)}",
+            base=_base_text(kind),
+            wavelengths=_wavelength_text(kind.inv_freq),
+            scale="1" if kind.rope_scale == 1 else f"{kind.rope_scale:.4g}",
+            stretch=_stretch_text(kind),
+            order=_order_text(kind.permutation),
+        )
+        for kind in dict.fromkeys(plan.layers)
+    ]
+
+
+def plan_table(plan: PositionPlan, title: str) -> Table:
+    """The plan as a rich table; columns that say nothing in every row are left out."""
+    rows = plan_rows(plan)
+    columns = [
+        ("layers", "layers", "-"),
+        ("rotated pairs", "rotated", ""),
+        ("base", "base", ""),
+        ("wavelengths (tokens)", "wavelengths", ""),
+        ("cos/sin scale", "scale", "1"),
+        ("length rule", "stretch", "none"),
+        ("feature order", "order", "as stored"),
+    ]
+    shown = [
+        (head, name) for head, name, dull in columns if any(getattr(r, name) != dull for r in rows)
+    ]
+    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for head, name in shown:
+        table.add_column(head, overflow="fold", justify="left" if name == "layers" else "right")
+    for row in rows:
+        table.add_row(*(Text(getattr(row, name)) for _, name in shown))
+    return table
+
+
+def plan_heat(plan: PositionPlan) -> Text:
+    """Layers x frequencies for a terminal: taller and lighter is a longer wavelength, a dot is unrotated.
+
+    Neighbouring equal layers share a line. Readable without colours.
+    """
+    waves = [2 * math.pi / f for layer in plan.layers for f in layer.inv_freq if f]
+    low, high = (min(waves), max(waves)) if waves else (1.0, 1.0)
+    runs: list[list[int]] = []
+    for index, layer in enumerate(plan.layers):
+        if runs and plan.layers[runs[-1][-1]] == layer:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    names = [layers_text(run) for run in runs]
+    margin = max(len("layer"), *(len(name) for name in names))
+    text = Text(f"{'layer':>{margin}}  frequency 0 (fastest) to {plan.num_frequencies - 1}\n")
+    for name, run in zip(names, runs, strict=True):
+        text.append(f"{name:>{margin}}  ")
+        for value in plan.layers[run[0]].inv_freq:
+            if value == 0:
+                text.append("·", style="bright_black")
+                continue
+            level = _level(2 * math.pi / value, low, high)
+            text.append(_BARS[level], style=_COLOURS[level])
+        text.append("\n")
+    text.append(" " * margin + "  ")
+    if waves:
+        text.append(f"{tokens_text(low)} tokens ")
+        for bar, colour in zip(_BARS, _COLOURS, strict=True):
+            text.append(bar, style=colour)
+        text.append(f" {tokens_text(high)} tokens per turn   ")
+    text.append("· not rotated")
+    return text
+
+
+def plan_summary(plan: PositionPlan) -> dict[str, Any]:
+    """What `show --json` prints beside the plan itself."""
+    return {
+        "label": plan.label,
+        "digest": plan.digest,
+        "rows": [
+            {name: getattr(row, name) for name in PlanRow.__dataclass_fields__}
+            for row in plan_rows(plan)
+        ],
+    }
+
+
+def layers_text(layers: Sequence[int]) -> str:
+    """Layer numbers in few characters: `0-2, 4-6` or `3, 7, ..., 27`."""
+    steps = {b - a for a, b in zip(layers, layers[1:], strict=False)}
+    if len(layers) > 3 and len(steps) == 1 and steps != {1}:
+        return f"{layers[0]}, {layers[1]}, ..., {layers[-1]}"
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _base_text(layer: LayerPlan) -> str:
+    """theta when the rotated frequencies are theta^(-i/F), else what else is known."""
+    if not layer.rotated:
+        return "none"
+    width = len(layer.inv_freq)
+    thetas = [
+        value ** (-width / index)
+        for index, value in enumerate(layer.inv_freq)
+        if index and value and value != 1
+    ]
+    regular = layer.inv_freq[0] in (0.0, 1.0) and thetas
+    if regular and max(thetas) / min(thetas) < 1.001:
+        return f"theta {round(thetas[-1], -int(math.log10(thetas[-1])) + 3):,.0f}"
+    return "own frequencies"
+
+
+def _wavelength_text(inv_freq: Sequence[float]) -> str:
+    waves = [2 * math.pi / value for value in inv_freq if value]
+    if not waves:
+        return "none (NoPE)"
+    return f"{tokens_text(min(waves))} to {tokens_text(max(waves))}"
+
+
+def _stretch_text(layer: LayerPlan) -> str:
+    stretch = layer.stretch
+    if isinstance(stretch, LongFactors):
+        return f"beyond {tokens_text(stretch.original_length)}: {_wavelength_text(stretch.inv_freq)}"
+    if isinstance(stretch, DynamicNTK):
+        return f"dynamic NTK x{stretch.factor:g} beyond {tokens_text(stretch.original_length)}"
+    return "none"
+
+
+def _order_text(permutation: tuple[int, ...] | None) -> str:
+    if permutation is None:
+        return "as stored"
+    moved = sum(place != source for place, source in enumerate(permutation))
+    return f"{moved} of {len(permutation)} moved"
+
+
+def _level(wave: float, low: float, high: float) -> int:
+    if high == low:
+        return len(_BARS) - 1
+    place = (math.log(wave) - math.log(low)) / (math.log(high) - math.log(low))
+    return min(len(_BARS) - 1, int(place * len(_BARS)))
