@@ -69,26 +69,22 @@ def attentions_of(decoder: nn.Module) -> list[nn.Module]:
 
 
 def stock_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of the base architecture: a converted one without its plan, a stock one as it is."""
+    """The config of the base architecture: of a converted one a copy without its plan."""
     posenc = getattr(config, "posenc", None)
     if not config.model_type.startswith(PREFIX) or posenc is None:
         return config
-    stock_class = type(config).__mro__[1]
-    values = config.to_dict()
-    for key in ("model_type", "posenc", "architectures", "auto_map", "transformers_version"):
-        values.pop(key, None)
-    values["rope_parameters"] = copy.deepcopy(posenc["base_rope_parameters"])
-    values.pop("rope_theta", None)
-    result: PreTrainedConfig = stock_class(**values)
-    result._attn_implementation = config._attn_implementation
+    result: Any = copy.deepcopy(config)
+    result.__class__ = type(config).__mro__[1]
+    result.rope_parameters = copy.deepcopy(posenc["base_rope_parameters"])
+    for name in ("posenc", "auto_map", "rope_theta", "model_type"):
+        vars(result).pop(name, None)
     return result
 
 
 def spec_from_config(config: PreTrainedConfig) -> ModelSpec:
     """See `ModelSpec.from_config`."""
     config = stock_config(config)
-    rotary = _rotary_class(config)(copy.deepcopy(config))
-    return _spec(config, rotary)
+    return _spec(config, build_stock_rotary(config))
 
 
 def spec_from_model(model: PreTrainedModel) -> ModelSpec:
@@ -107,7 +103,7 @@ def spec_from_model(model: PreTrainedModel) -> ModelSpec:
                 "dtype=... instead of calling .to(dtype))",
                 stacklevel=3,
             )
-        rotary = type(rotary)(copy.deepcopy(config))
+        rotary = build_stock_rotary(config)
     return _spec(config, rotary)
 
 
@@ -141,9 +137,10 @@ def rope_layer(
 
 def table_layout(rotary: nn.Module, spec: ModelSpec) -> TableLayout:
     """How the family lays angles out over its cos table, read off one call of its own module."""
-    position = torch.tensor([[5]])
+    position = torch.tensor([[5]], device="cpu")
     kwargs = {"layer_type": _layer_types(rotary)[0]} if _layer_types(rotary) else {}
-    cos = _tables(rotary(torch.zeros(1, 1, spec.head_dim), position, **kwargs))[0][0, 0]
+    with torch.device("cpu"):
+        cos = _tables(rotary(torch.zeros(1, 1, spec.head_dim), position, **kwargs))[0][0, 0]
     if cos.shape[-1] == spec.num_frequencies:
         return "half_width"
     half = cos.shape[-1] // 2
@@ -155,9 +152,11 @@ def table_layout(rotary: nn.Module, spec: ModelSpec) -> TableLayout:
 
 
 def build_stock_rotary(config: PreTrainedConfig) -> nn.Module:
-    """A new rotary module of the family, as its own model class would build it."""
-    config = stock_config(config)
-    return _rotary_class(config)(config)
+    """A new rotary module of the family on the CPU, as its own model class would build it."""
+    config = copy.deepcopy(stock_config(config))
+    with torch.device("cpu"):  # also while a model is being built on the meta device
+        rotary: nn.Module = _rotary_class(config)(config)
+    return rotary
 
 
 def open_rotation_gates(attentions: list[nn.Module]) -> None:

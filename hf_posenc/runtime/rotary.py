@@ -17,7 +17,6 @@ from hf_posenc.plan import DynamicNTK, LayerPlan, LongFactors
 from hf_posenc.runtime.families import TableLayout
 
 Table = tuple[torch.Tensor, torch.Tensor]
-_BUFFERS = ("inv_freq", "original_inv_freq", "long_inv_freq")
 
 
 class PlanSwitch:
@@ -41,7 +40,6 @@ class PosencRotaryEmbedding(nn.Module):
 
     inv_freq: torch.Tensor
     original_inv_freq: torch.Tensor
-    long_inv_freq: torch.Tensor
 
     def __init__(
         self,
@@ -56,6 +54,9 @@ class PosencRotaryEmbedding(nn.Module):
         self.rope_type = "default"
         self.kinds = planned + base
         self.num_planned = len(planned)
+        # Row of the buffers that holds a LongRoPE layer's second table, behind the K first ones.
+        stretched = [i for i, kind in enumerate(self.kinds) if isinstance(kind.stretch, LongFactors)]
+        self.long_row = {index: len(self.kinds) + n for n, index in enumerate(stretched)}
         self.layout = layout
         self.switch = PlanSwitch()
         self._fill(device)
@@ -63,8 +64,12 @@ class PosencRotaryEmbedding(nn.Module):
     def compute_default_rope_parameters(
         self, config: Any = None, **_: Any
     ) -> tuple[torch.Tensor, float]:
-        """All frequencies, [K, F] float32, and transformers' unused scaling factor."""
-        return torch.tensor([kind.inv_freq for kind in self.kinds], dtype=torch.float32), 1.0
+        """All frequencies, one row of F per table, float32; and transformers' unused factor."""
+        long = [
+            kind.stretch.inv_freq for kind in self.kinds if isinstance(kind.stretch, LongFactors)
+        ]
+        rows = [kind.inv_freq for kind in self.kinds] + long
+        return torch.tensor(rows, dtype=torch.float32), 1.0
 
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
@@ -94,9 +99,8 @@ class PosencRotaryEmbedding(nn.Module):
             return inv_freq
         length = torch.max(position_ids) + 1
         if isinstance(stretch, LongFactors):
-            return torch.where(
-                length > stretch.original_length, self.long_inv_freq[index], inv_freq
-            )
+            long = self.inv_freq[self.long_row[index]]
+            return torch.where(length > stretch.original_length, long, inv_freq)
         return torch.where(
             length > stretch.original_length, _dynamic_ntk(stretch, inv_freq, length), inv_freq
         )
@@ -111,13 +115,8 @@ class PosencRotaryEmbedding(nn.Module):
 
     def _fill(self, device: torch.device | None) -> None:
         table, _ = self.compute_default_rope_parameters()
-        long = [
-            kind.stretch.inv_freq if isinstance(kind.stretch, LongFactors) else kind.inv_freq
-            for kind in self.kinds
-        ]
-        values = (table, table.clone(), torch.tensor(long, dtype=torch.float32))
-        for name, value in zip(_BUFFERS, values, strict=True):
-            setattr(self, name, nn.Buffer(value.to(device), persistent=False))
+        self.inv_freq = nn.Buffer(table.to(device), persistent=False)
+        self.original_inv_freq = nn.Buffer(table.to(device, copy=True), persistent=False)
 
     def extra_repr(self) -> str:
         return f"tables={self.num_planned}, frequencies={len(self.kinds[0].inv_freq)}"

@@ -1,0 +1,28 @@
+"""hf_posenc: run a pretrained decoder with another positional encoding.
+
+Importing the package registers the `posenc_<family>` model types with transformers and nothing
+else; no class or function of transformers is changed.
+"""
+
+from hf_posenc.errors import PosencError
+from hf_posenc.model_spec import ModelSpec
+from hf_posenc.plan import LayerPlan, PositionPlan
+from hf_posenc.runtime.auto import register_families
+from hf_posenc.runtime.patch import get_plan, patch_model, unpatch_model, unpatched
+from hf_posenc.schemes import list_schemes, make_scheme
+
+__version__ = "0.1.0"
+__all__ = [
+    "LayerPlan",
+    "ModelSpec",
+    "PosencError",
+    "PositionPlan",
+    "get_plan",
+    "list_schemes",
+    "make_scheme",
+    "patch_model",
+    "unpatch_model",
+    "unpatched",
+]
+
+register_families()

@@ -1,0 +1,239 @@
+"""The `posenc_<family>` model types that converted checkpoints are saved and loaded as.
+
+Importing `hf_posenc` registers one config class and one causal-LM class per tested family with
+transformers' Auto classes (others when they are first needed), the rope type "posenc", and the
+conversion of stored q/k rows to the layout in memory. It changes no transformers class.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.dataclasses import strict
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hf_posenc.checkpoint.permute import interleaved_order, inverse_order, permute_heads
+from hf_posenc.errors import PosencError
+from hf_posenc.files import write_text
+from hf_posenc.model_spec import ModelSpec
+from hf_posenc.plan import PositionPlan
+from hf_posenc.runtime import families
+from hf_posenc.runtime.install import install
+
+STUB = "posenc_stub.py"
+_configs: dict[str, Any] = {}
+_models: dict[str, Any] = {}
+
+
+def config_class(family: str) -> Any:
+    """`Posenc<Family>Config`, made and registered on first use."""
+    if family not in _configs:
+        stock = CONFIG_MAPPING[family]
+        name = f"Posenc{stock.__name__}"
+        attributes = {
+            "model_type": families.PREFIX + family,
+            "posenc": None,
+            "validate_rope": _accept_rope,
+            "register_for_auto_class": classmethod(_keep_auto_map),
+            "__annotations__": {"posenc": "dict | None"},
+            "__module__": __name__,
+            "__qualname__": name,
+        }
+        made: Any = strict(type(name, (stock,), attributes))
+        _configs[family] = made
+        globals()[name] = made
+        AutoConfig.register(made.model_type, made, exist_ok=True)
+    return _configs[family]
+
+
+def model_class(family: str) -> Any:
+    """`Posenc<Family>ForCausalLM`, made and registered on first use."""
+    if family not in _models:
+        stock: Any = families.causal_lm_class(family)
+        config = config_class(family)
+        name = f"Posenc{stock.__name__}"
+
+        def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+            stock.__init__(self, config, *args, **kwargs)
+            spec = ModelSpec.from_config(config)
+            plan = plan_of_config(config)
+            if plan.base != spec.fingerprint:
+                raise PosencError(
+                    f"config.json does not fit the plan it carries: {plan.label} was built for "
+                    f"fingerprint {plan.base}, the config gives {spec.fingerprint}; it was edited "
+                    "after the conversion"
+                )
+            install(self, plan, spec, loaded=True)
+
+        def save(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+            self.config.auto_map = {
+                "AutoConfig": f"{Path(STUB).stem}.{config.__name__}",
+                "AutoModelForCausalLM": f"{Path(STUB).stem}.{name}",
+            }
+            result = stock.save_pretrained(self, save_directory, *args, **kwargs)
+            if kwargs.get("is_main_process", True):
+                write_text(Path(save_directory) / STUB, _stub_text(family))
+            return result
+
+        attributes = {
+            "__init__": build,
+            "save_pretrained": save,
+            "config_class": config,
+            "register_for_auto_class": classmethod(_keep_auto_map),
+            "__annotations__": {"config": config},
+            "__module__": __name__,
+            "__qualname__": name,
+        }
+        made: Any = type(name, (stock,), attributes)
+        _models[family] = made
+        globals()[name] = made
+        AutoModelForCausalLM.register(config, made, exist_ok=True)
+        _register_conversions(family, stock.__name__)
+    return _models[family]
+
+
+def plan_of_config(config: PreTrainedConfig) -> PositionPlan:
+    """The plan a `Posenc<Family>Config` carries."""
+    posenc = getattr(config, "posenc", None)
+    if not isinstance(posenc, dict) or "plan" not in posenc:
+        raise PosencError(
+            f"a config of type {config.model_type!r} without its plan (key 'posenc'); the "
+            "checkpoint is damaged or was not written by hf_posenc"
+        )
+    return PositionPlan.from_json(posenc["plan"])
+
+
+def to_posenc_config(config: PreTrainedConfig, plan: PositionPlan) -> Any:
+    """A copy of a stock config as its `Posenc<Family>Config`, carrying the plan."""
+    made: Any = copy.deepcopy(config)
+    made.__class__ = config_class(config.model_type)
+    base = copy.deepcopy(config.rope_parameters)
+    made.posenc = {"plan": plan.to_json(), "base_rope_parameters": base}
+    nested = config.nested_rope_parameter_keys(base)
+    if nested:
+        made.rope_parameters = {key: _marked(base[key]) for key in nested}
+    else:
+        made.rope_parameters = _marked(base)
+        made.rope_theta = base["rope_theta"]
+    return made
+
+
+def register_families() -> None:
+    """Register the tested families; called when `hf_posenc` is imported."""
+    ROPE_INIT_FUNCTIONS[families.POSENC_ROPE] = _posenc_rope
+    for family in families.TESTED_FAMILIES:
+        model_class(family)
+
+
+def family_of_type(model_type: str) -> str | None:
+    """`llama` for `posenc_llama`, None for a stock model type."""
+    return (
+        model_type.removeprefix(families.PREFIX) if model_type.startswith(families.PREFIX) else None
+    )
+
+
+class ReorderStoredHeads(ConversionOps):
+    """Stored q/k rows -> memory (half-split), as `plan.pairing` says; the reverse on saving."""
+
+    def __init__(self, *, saving: bool = False) -> None:
+        self.saving = saving
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        config: Any = None,
+        **_: Any,
+    ) -> dict[str, Any]:
+        result = {}
+        for key, value in input_dict.items():
+            tensor = value[0] if isinstance(value, list) else value
+            target = target_patterns[0] if len(target_patterns) == 1 else key
+            result[target] = self._reorder(tensor, config)
+        return result
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return ReorderStoredHeads(saving=not self.saving)
+
+    def _reorder(self, tensor: torch.Tensor, config: Any) -> torch.Tensor:
+        if plan_of_config(config).pairing == "half_split":
+            return tensor
+        spec = ModelSpec.from_config(config)
+        order = interleaved_order(spec.rotary_dim, spec.head_dim)
+        return permute_heads(tensor, order if self.saving else inverse_order(order))
+
+
+def _register_conversions(family: str, class_name: str) -> None:
+    stock = get_checkpoint_conversion_mapping(class_name) or []
+    stock = stock or get_checkpoint_conversion_mapping(family) or []
+    names = [
+        f"self_attn.{name}.{kind}"
+        for name in ("q_proj", "k_proj")
+        for kind in ("weight", "bias")
+    ] + ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
+    ours = [WeightConverter(name, name, [ReorderStoredHeads()]) for name in names]
+    register_checkpoint_conversion_mapping(
+        families.PREFIX + family, [*stock, *ours], overwrite=True
+    )
+
+
+def _marked(rope_parameters: dict[str, Any]) -> dict[str, Any]:
+    # A rope type that stock code does not know: loading as plain RoPE cannot happen in silence.
+    kept = ("rope_theta", "partial_rotary_factor")
+    marked = {key: rope_parameters[key] for key in kept if key in rope_parameters}
+    return {"rope_type": families.POSENC_ROPE, **marked}
+
+
+def _posenc_rope(
+    config: Any, device: Any = None, seq_len: int | None = None, layer_type: str | None = None, **_: Any
+) -> tuple[torch.Tensor, float]:
+    if getattr(config, "posenc", None) is None:
+        raise PosencError(
+            "this checkpoint was converted by hf_posenc; load it with "
+            "AutoModelForCausalLM.from_pretrained after `import hf_posenc`, not with a stock class"
+        )
+    # A placeholder of the right width: the class of a converted model puts its own module there.
+    rope = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+    return torch.zeros(width, dtype=torch.float32, device=device), 1.0
+
+
+def _accept_rope(self: Any) -> None:
+    """Do nothing: the rope parameters of a converted model are in its plan, which checks itself."""
+
+
+def _keep_auto_map(cls: Any, auto_class: Any = None) -> None:
+    """Do nothing: transformers would copy package files into checkpoints and rewrite auto_map."""
+
+
+def _stub_text(family: str) -> str:
+    config, model = config_class(family).__name__, model_class(family).__name__
+    return (
+        "from hf_posenc.runtime.auto import config_class, model_class\n\n"
+        f'{config}, {model} = config_class("{family}"), model_class("{family}")\n'
+    )
+
+
+def __getattr__(name: str) -> Any:
+    # Unpickling names classes of families that this process has not needed yet.
+    for family, stock_name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        if name == f"Posenc{stock_name}":
+            return model_class(family)
+    if name.startswith("Posenc") and name.endswith("Config"):
+        for family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            if name == f"Posenc{CONFIG_MAPPING[family].__name__}":
+                return config_class(family)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

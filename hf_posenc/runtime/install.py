@@ -1,0 +1,115 @@
+"""Putting a plan's hooks on a model and taking them off; weights and classes are not touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_posenc.errors import PosencError
+from hf_posenc.model_spec import ModelSpec
+from hf_posenc.plan import LayerPlan, PositionPlan
+from hf_posenc.runtime import families
+from hf_posenc.runtime.rotary import PickTable, PosencRotaryEmbedding
+from hf_posenc.runtime.weights import check_named_projections, check_permutable
+
+
+class Installation:
+    """What `install` did to a model; kept on its rotary module, so copies carry their own."""
+
+    def __init__(self, plan: PositionPlan, spec: ModelSpec, original: nn.Module | None) -> None:
+        self.plan = plan
+        self.spec = spec
+        self.original = original  # the stock rotary module; None when a saved model was loaded
+        self.remove: list[Callable[[], None]] = []
+
+
+def installation_of(model: nn.Module) -> Installation | None:
+    """The installation on a model (or on the base of a PEFT model), or None."""
+    for module in model.modules():
+        if isinstance(module, PosencRotaryEmbedding):
+            installed: Installation = module.installation
+            return installed
+    return None
+
+
+def check_plan(model: nn.Module, plan: PositionPlan, spec: ModelSpec) -> None:
+    """Everything that can be refused is refused here, before the model changes.
+
+    Errors: `PosencError` when the plan was built for another model or the family cannot run it.
+    """
+    attentions = families.attentions_of(families.decoder_of(model))
+    if plan.base != spec.fingerprint:
+        raise PosencError(
+            f"the plan {plan.label} was built for a model with fingerprint {plan.base}, this "
+            f"{spec.family} has {spec.fingerprint}; build the scheme anew for this model"
+        )
+    if len(plan.layers) != len(attentions) or plan.num_frequencies != spec.num_frequencies:
+        raise PosencError(
+            f"the plan has {len(plan.layers)} layers of {plan.num_frequencies} frequencies, this "
+            f"{spec.family} {len(attentions)} of {spec.num_frequencies}"
+        )
+    if plan.permuted or plan.pairing != "half_split":
+        rotary = families.build_stock_rotary(model.config)
+        if families.table_layout(rotary, spec) != "half_split":
+            raise PosencError(
+                f"{spec.family} does not pair features (i, i + rotary_dim/2) in memory; schemes that "
+                "re-pair features are not supported on it"
+            )
+        check_named_projections(attentions, f"{plan.label}")
+    check_permutable(attentions, plan)
+
+
+def install(model: nn.Module, plan: PositionPlan, spec: ModelSpec, *, loaded: bool = False) -> None:
+    """Replace the rotary module and hook every attention so that `plan` runs; see `uninstall`.
+
+    `loaded` marks a model whose weights were saved under the plan: there is no stock module to keep.
+    """
+    decoder: Any = families.decoder_of(model)
+    attentions = families.attentions_of(decoder)
+    planned, planned_index = _distinct(plan.layers)
+    base, base_index = _distinct(spec.layers)
+    original = decoder.rotary_emb
+    layout = families.table_layout(families.build_stock_rotary(model.config), spec)
+    rotary = PosencRotaryEmbedding(
+        decoder.config, planned, base, layout, device=_device(original)
+    )
+    installed = Installation(plan, spec, None if loaded else original)
+    for index, attention in enumerate(attentions):
+        hook = PickTable(rotary.switch, planned_index[index], base_index[index])
+        handle = attention.register_forward_pre_hook(hook, with_kwargs=True)
+        installed.remove.append(handle.remove)
+    rotary.installation = installed
+    decoder.rotary_emb = rotary
+    families.open_rotation_gates(attentions)
+
+
+def uninstall(model: nn.Module) -> Installation:
+    """Undo `install`: the stock rotary module stands where it stood, the hooks are gone."""
+    installed = installation_of(model)
+    if installed is None:
+        raise PosencError(f"{type(model).__name__} is not patched; there is nothing to undo")
+    decoder: Any = families.decoder_of(model)
+    device = decoder.rotary_emb.inv_freq.device
+    for remove in installed.remove:
+        remove()
+    original = installed.original or families.build_stock_rotary(model.config)
+    decoder.rotary_emb = original.to(device)
+    families.restore_rotation_gates(
+        families.attentions_of(decoder), families.stock_config(model.config)
+    )
+    return installed
+
+
+def _distinct(layers: tuple[LayerPlan, ...]) -> tuple[tuple[LayerPlan, ...], list[int]]:
+    # Feature orders live in the weights: layers that differ only there share one table.
+    tables = [LayerPlan(layer.inv_freq, layer.rope_scale, layer.stretch) for layer in layers]
+    kinds = list(dict.fromkeys(tables))
+    return tuple(kinds), [kinds.index(table) for table in tables]
+
+
+def _device(rotary: nn.Module) -> torch.device | None:
+    buffers = list(rotary.buffers())
+    return buffers[0].device if buffers else None

@@ -1,0 +1,139 @@
+"""patch_model, unpatch_model, unpatched, get_plan: a plan on a live model, and off again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import nn
+
+from hf_posenc.errors import PosencError
+from hf_posenc.model_spec import ModelSpec
+from hf_posenc.plan import PositionPlan
+from hf_posenc.runtime import auto, families
+from hf_posenc.runtime.install import check_plan, install, installation_of, uninstall
+from hf_posenc.runtime.selfcheck import check_family
+from hf_posenc.runtime.weights import permute_model
+from hf_posenc.schemes import Scheme, as_scheme, make_scheme
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def patch_model(
+    model: Model, scheme: str | Scheme | PositionPlan | Mapping[str, Any], **options: Any
+) -> Model:
+    """Convert a loaded causal LM (or the base of a PEFT model) to another positional encoding.
+
+    model     a transformers causal LM, changed in place and returned
+    scheme    a registered name with its `options`, a `Scheme`, a `PositionPlan`, or a dict
+              `{"name": ..., **options}`
+    Reversible: `unpatch_model` gives back the bitwise original.
+    Errors: `PosencError` before anything changes: an unknown scheme or option, a family that
+    cannot be converted, weights that would have to move but cannot, a model patched already.
+    """
+    base = base_of(model)
+    if (found := installation_of(base)) is not None:
+        raise PosencError(
+            f"{type(base).__name__} is already patched with {found.plan.label}; "
+            "call unpatch_model(model) first"
+        )
+    _check_class(base)
+    spec = ModelSpec.from_model(base)
+    plan = _plan(scheme, options, spec)
+    check_plan(base, plan, spec)
+    check_family(base, plan, spec)
+    _apply(base, plan, spec)
+    return model
+
+
+def unpatch_model(model: Model) -> Model:
+    """Take the plan off again, in place: weights, modules, class and config as before.
+
+    Errors: `PosencError` when the model is not patched.
+    """
+    base = base_of(model)
+    installed = uninstall(base)
+    permute_model(families.attentions_of(families.decoder_of(base)), installed.plan, undo=True)
+    base.__class__ = families.causal_lm_class(installed.spec.family)
+    _replace_config(base, families.stock_config(base.config))
+    return model
+
+
+@contextmanager
+def unpatched(model: nn.Module) -> Iterator[None]:
+    """Run the model with its own positional encoding inside the block, without re-installing.
+
+    Made for the teacher of every training step: a flag, plus moving q/k rows back and forth where
+    the plan re-pairs features. A model that is not patched runs as it is.
+    """
+    installed = installation_of(model)
+    if installed is None:
+        yield
+        return
+    decoder: Any = families.decoder_of(base_of(model))
+    switch = decoder.rotary_emb.switch
+    if not switch.active:
+        yield
+        return
+    attentions = families.attentions_of(decoder)
+    permute_model(attentions, installed.plan, undo=True)
+    switch.active = False
+    try:
+        yield
+    finally:
+        switch.active = True
+        permute_model(attentions, installed.plan)
+
+
+def get_plan(model: nn.Module) -> PositionPlan | None:
+    """The plan a model runs, or None when it is not patched."""
+    installed = installation_of(model)
+    return None if installed is None else installed.plan
+
+
+def base_of(model: nn.Module) -> Any:
+    """The transformers model inside a PEFT model; any other model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _plan(scheme: Any, options: Mapping[str, Any], spec: ModelSpec) -> PositionPlan:
+    if isinstance(scheme, PositionPlan):
+        if options:
+            raise PosencError(f"options {sorted(options)} have no effect on a finished plan")
+        return scheme
+    if isinstance(scheme, str):
+        return make_scheme(scheme, **options).build(spec)
+    if options:
+        raise PosencError(f"options {sorted(options)} go into the scheme, or use its name")
+    return as_scheme(scheme).build(spec)
+
+
+def _check_class(model: Any) -> None:
+    config = getattr(model, "config", None)
+    model_type = getattr(config, "model_type", None)
+    if model_type is None:
+        raise PosencError(f"{type(model).__name__} is not a transformers model; nothing to convert")
+    if getattr(config, "is_encoder_decoder", False):
+        raise PosencError(f"{type(model).__name__}: encoder-decoder models are not supported")
+    stock = families.causal_lm_class(model_type)
+    if type(model) is not stock:
+        raise PosencError(
+            f"{type(model).__name__} is not the causal language model of its family; load it as "
+            f"{stock.__name__} (AutoModelForCausalLM)"
+        )
+
+
+def _apply(model: Any, plan: PositionPlan, spec: ModelSpec) -> None:
+    install(model, plan, spec)
+    permute_model(families.attentions_of(families.decoder_of(model)), plan)
+    _replace_config(model, auto.to_posenc_config(model.config, plan))
+    model.__class__ = auto.model_class(spec.family)
+
+
+def _replace_config(model: Any, config: Any) -> None:
+    # A copy, set wherever the model holds the old one: other models built from it stay as they are.
+    old = model.config
+    for module in model.modules():
+        if getattr(module, "config", None) is old:
+            module.config = config
