@@ -1,0 +1,54 @@
+"""`dual`: local layers and global layers with a base each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hf_posenc.model_spec import ModelSpec
+from hf_posenc.plan import LayerPlan
+from hf_posenc.schedule import select_layers
+from hf_posenc.schemes.base import Scheme
+from hf_posenc.schemes.options import check_integer, check_number
+from hf_posenc.schemes.p_rope import kept_count
+from hf_posenc.schemes.pairs import keep_pairs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dual(Scheme):
+    """Plain RoPE with one base in local layers and another in every n-th, global, layer.
+
+    every         the global layers are those with (i + 1) % every == 0: 5, 11, ... for 6
+    theta_local   base of the local layers; None leaves them as the checkpoint has them
+    theta_global  base of the global layers; None leaves them as the checkpoint has them
+    p_global      fraction of the global layers' frequencies that is kept, the fastest (`p_rope`)
+    A base that is given replaces the checkpoint's scaling too. A layer that the checkpoint does
+    not rotate stays unrotated.
+    Source: Gemma 3, arXiv 2503.19786; Gemma 4 in transformers.
+    """
+
+    name: ClassVar[str] = "dual"
+    source: ClassVar[str] = "Gemma 3, arXiv 2503.19786; Gemma 4"
+
+    every: int = 6
+    theta_local: float | None = 1e4
+    theta_global: float | None = 1e6
+    p_global: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer("every", self.every, at_least=1)
+        for name in ("theta_local", "theta_global"):
+            if (theta := getattr(self, name)) is not None:
+                object.__setattr__(self, name, check_number(name, theta, above=1.0))
+        object.__setattr__(self, "p_global", check_number("p_global", self.p_global, at_most=1.0))
+
+    def plan_layer(self, spec: ModelSpec, index: int) -> LayerPlan:
+        is_global = select_layers(f"every:{self.every}", spec.num_layers)[index]
+        theta = self.theta_global if is_global else self.theta_local
+        layer = spec.layers[index]
+        if theta is not None and layer.rotated:
+            layer = spec.rope_layer({"rope_type": "default", "rope_theta": theta})
+        if not is_global:
+            return layer
+        return keep_pairs(layer, range(kept_count("p_global", self.p_global, spec.num_frequencies)))
