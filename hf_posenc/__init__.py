@@ -4,6 +4,8 @@ Importing the package registers the `posenc_<family>` model types with transform
 else; no class or function of transformers is changed.
 """
 
+from hf_posenc.checkpoint.adapter import load_adapter, save_adapter
+from hf_posenc.checkpoint.io import load_model
 from hf_posenc.errors import PosencError
 from hf_posenc.model_spec import ModelSpec
 from hf_posenc.plan import LayerPlan, PositionPlan
@@ -19,8 +21,11 @@ __all__ = [
     "PositionPlan",
     "get_plan",
     "list_schemes",
+    "load_adapter",
+    "load_model",
     "make_scheme",
     "patch_model",
+    "save_adapter",
     "unpatch_model",
     "unpatched",
 ]

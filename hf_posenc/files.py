@@ -28,8 +28,8 @@ def write_bytes(path: Path | str, data: bytes) -> Path:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, path)
+        Path(name).chmod(0o666 & ~_umask())
+        Path(name).replace(path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
@@ -67,11 +67,11 @@ def staged_directory(target: Path | str, *, overwrite: bool = False) -> Iterator
     target.parent.mkdir(parents=True, exist_ok=True)
     stage = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        os.chmod(stage, 0o777 & ~_umask())
+        stage.chmod(0o777 & ~_umask())
         yield stage
         if target.is_dir():
             shutil.rmtree(target)
-        os.replace(stage, target)
+        stage.replace(target)
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
         raise

@@ -79,7 +79,7 @@ class ModelSpec:
         theta = self.rope.get("rope_theta")
         if theta is None:
             raise PosencError(
-                f"{self.family}: rope_parameters has no single rope_theta; name the base (theta=...)"
+                f"{self.family}: rope_parameters has no single rope_theta; name one (theta=...)"
             )
         return float(theta)
 

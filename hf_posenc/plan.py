@@ -4,8 +4,8 @@ Schemes produce a `PositionPlan`; the runtime, checkpoints, healing, evaluation 
 consume it. It is immutable, hashable, equal by value, and survives JSON bit for bit.
 
 Conventions (they hold in the whole package):
-  frequencies   radians per token, index 0 is the fastest; exact float32 values held as Python floats
-  pairs         in memory always half-split: pair i is the features (i, i + F) of a head's rotary part
+  frequencies   radians per token, index 0 is the fastest; float32 values held as Python floats
+  pairs         in memory always half-split: pair i is the features (i, i + F) of a head
   positions     0-based; layers 0-based
   shapes        B batch, T query length, S key length, H heads, K kv heads, D head_dim, L layers,
                 F = rotary_dim / 2 frequencies
@@ -78,7 +78,7 @@ Stretch = LongFactors | DynamicNTK
 class LayerPlan:
     """What one decoder layer does with positions.
 
-    inv_freq      F frequencies in radians per token, index 0 fastest; 0.0 = this pair is not rotated
+    inv_freq      F frequencies in radians per token, index 0 fastest; 0.0 = not rotated
     rope_scale    multiplies cos and sin of all pairs (the attention factor of YaRN and LongRoPE)
     stretch       how the frequencies depend on the length of the row, or None
     permutation   feature n of every q and k head in memory is the base's feature permutation[n]
@@ -138,7 +138,9 @@ class PositionPlan:
             raise PosencError("a plan needs at least one layer")
         widths = {len(layer.inv_freq) for layer in self.layers}
         if len(widths) != 1 or 0 in widths:
-            raise PosencError(f"layers of a plan must share one number of frequencies, not {widths}")
+            raise PosencError(
+                f"layers of a plan must share one number of frequencies, not {widths}"
+            )
         if self.pairing not in ("half_split", "interleaved"):
             raise PosencError(
                 f"pairing {self.pairing!r} is unknown; use 'half_split' or 'interleaved'"
@@ -211,7 +213,9 @@ def canonical_json(value: Any) -> str:
 
 def scheme_label(scheme: Mapping[str, Any]) -> str:
     """`name(option=value, ...)`, leaving out options that are None."""
-    shown = [f"{key}={value}" for key, value in scheme.items() if key != "name" and value is not None]
+    shown = [
+        f"{key}={value}" for key, value in scheme.items() if key != "name" and value is not None
+    ]
     return f"{scheme['name']}({', '.join(shown)})" if shown else str(scheme["name"])
 
 

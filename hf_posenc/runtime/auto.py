@@ -179,9 +179,7 @@ def _register_conversions(family: str, class_name: str) -> None:
     stock = get_checkpoint_conversion_mapping(class_name) or []
     stock = stock or get_checkpoint_conversion_mapping(family) or []
     names = [
-        f"self_attn.{name}.{kind}"
-        for name in ("q_proj", "k_proj")
-        for kind in ("weight", "bias")
+        f"self_attn.{name}.{kind}" for name in ("q_proj", "k_proj") for kind in ("weight", "bias")
     ] + ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
     ours = [WeightConverter(name, name, [ReorderStoredHeads()]) for name in names]
     register_checkpoint_conversion_mapping(
@@ -197,7 +195,11 @@ def _marked(rope_parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _posenc_rope(
-    config: Any, device: Any = None, seq_len: int | None = None, layer_type: str | None = None, **_: Any
+    config: Any,
+    device: Any = None,
+    seq_len: int | None = None,
+    layer_type: str | None = None,
+    **_: Any,
 ) -> tuple[torch.Tensor, float]:
     if getattr(config, "posenc", None) is None:
         raise PosencError(

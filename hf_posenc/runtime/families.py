@@ -44,7 +44,8 @@ def decoder_of(model: nn.Module) -> nn.Module:
     found = [
         module
         for module in model.modules()
-        if hasattr(module, "rotary_emb") and isinstance(getattr(module, "layers", None), nn.ModuleList)
+        if hasattr(module, "rotary_emb")
+        and isinstance(getattr(module, "layers", None), nn.ModuleList)
     ]
     if len(found) != 1:
         what = "no decoder with a rotary embedding" if not found else "more than one decoder"
@@ -111,7 +112,9 @@ def rope_layer(
     rope_parameters: Mapping[str, Any], *, rotary_dim: int, max_positions: int
 ) -> LayerPlan:
     """The layer transformers computes for `rope_parameters`; see `ModelSpec.rope_layer`."""
-    values = {key: value for key, value in rope_parameters.items() if key != "partial_rotary_factor"}
+    values = {
+        key: value for key, value in rope_parameters.items() if key != "partial_rotary_factor"
+    }
     rope_type = values.setdefault("rope_type", "default")
     known = ["default", *(name for name in ROPE_INIT_FUNCTIONS if name != POSENC_ROPE)]
     if rope_type not in known:
@@ -165,6 +168,7 @@ def open_rotation_gates(attentions: list[nn.Module]) -> None:
     SmolLM3 skips rotation in layers whose `use_rope` is 0. With the gate open, a table of
     cos 1, sin 0 computes exactly the same.
     """
+    attention: Any
     for attention in attentions:
         if hasattr(attention, "use_rope"):
             attention.use_rope = 1
@@ -172,6 +176,7 @@ def open_rotation_gates(attentions: list[nn.Module]) -> None:
 
 def restore_rotation_gates(attentions: list[nn.Module], config: PreTrainedConfig) -> None:
     """Undo `open_rotation_gates` from the config."""
+    attention: Any
     for index, attention in enumerate(attentions):
         if hasattr(attention, "use_rope"):
             attention.use_rope = config.no_rope_layers[index]
@@ -181,12 +186,14 @@ def causal_lm_class(model_type: str) -> type[PreTrainedModel]:
     """The stock causal-LM class of a family."""
     from transformers import CONFIG_MAPPING
 
-    mapping = AutoModelForCausalLM._model_mapping
+    mapping: Any = AutoModelForCausalLM._model_mapping
     try:
         config_class = CONFIG_MAPPING[model_type]
         found = mapping[config_class]
     except KeyError:
-        raise PosencError(f"{model_type}: transformers has no causal language model of that type") from None
+        raise PosencError(
+            f"{model_type}: transformers has no causal language model of that type"
+        ) from None
     result: type[PreTrainedModel] = found[0] if isinstance(found, tuple) else found
     return result
 
@@ -216,8 +223,8 @@ def _rotary_class(config: PreTrainedConfig) -> Any:
         found = candidates[0] if len(candidates) == 1 else None
     if found is None:
         raise PosencError(
-            f"{family}: has no rotary embedding to convert; hf_posenc converts decoders that rotate "
-            "queries and keys (Llama, Qwen, Mistral, SmolLM3 and families of that shape)"
+            f"{family}: has no rotary embedding to convert; hf_posenc converts decoders that "
+            "rotate queries and keys (Llama, Qwen, Mistral, SmolLM3 and families of that shape)"
         )
     return found
 
@@ -272,7 +279,9 @@ def _layer_plan(rotary: Any, config: Any, layer_type: str | None) -> LayerPlan:
     stretch: Stretch | None = None
     if rope_type == "longrope":
         original = parameters["original_max_position_embeddings"]
-        long_table, _ = ROPE_INIT_FUNCTIONS[rope_type](config, "cpu", seq_len=original + 1, **kwargs)
+        long_table, _ = ROPE_INIT_FUNCTIONS[rope_type](
+            config, "cpu", seq_len=original + 1, **kwargs
+        )
         stretch = LongFactors(int(original), tuple(long_table.tolist()))
     elif "dynamic" in rope_type:
         stretch = DynamicNTK(

@@ -30,12 +30,12 @@ def installation_of(model: nn.Module) -> Installation | None:
     """The installation on a model (or on the base of a PEFT model), or None."""
     for module in model.modules():
         if isinstance(module, PosencRotaryEmbedding):
-            installed: Installation = module.installation
-            return installed
+            found: Any = module.installation
+            return found if isinstance(found, Installation) else None
     return None
 
 
-def check_plan(model: nn.Module, plan: PositionPlan, spec: ModelSpec) -> None:
+def check_plan(model: Any, plan: PositionPlan, spec: ModelSpec) -> None:
     """Everything that can be refused is refused here, before the model changes.
 
     Errors: `PosencError` when the plan was built for another model or the family cannot run it.
@@ -55,17 +55,17 @@ def check_plan(model: nn.Module, plan: PositionPlan, spec: ModelSpec) -> None:
         rotary = families.build_stock_rotary(model.config)
         if families.table_layout(rotary, spec) != "half_split":
             raise PosencError(
-                f"{spec.family} does not pair features (i, i + rotary_dim/2) in memory; schemes that "
-                "re-pair features are not supported on it"
+                f"{spec.family} does not pair features (i, i + rotary_dim/2) in memory; schemes "
+                "that re-pair features are not supported on it"
             )
         check_named_projections(attentions, f"{plan.label}")
     check_permutable(attentions, plan)
 
 
-def install(model: nn.Module, plan: PositionPlan, spec: ModelSpec, *, loaded: bool = False) -> None:
+def install(model: Any, plan: PositionPlan, spec: ModelSpec, *, loaded: bool = False) -> None:
     """Replace the rotary module and hook every attention so that `plan` runs; see `uninstall`.
 
-    `loaded` marks a model whose weights were saved under the plan: there is no stock module to keep.
+    `loaded` marks a model whose weights were saved under the plan: no stock module to keep.
     """
     decoder: Any = families.decoder_of(model)
     attentions = families.attentions_of(decoder)
@@ -73,7 +73,7 @@ def install(model: nn.Module, plan: PositionPlan, spec: ModelSpec, *, loaded: bo
     base, base_index = _distinct(spec.layers)
     original = decoder.rotary_emb
     layout = families.table_layout(families.build_stock_rotary(model.config), spec)
-    rotary = PosencRotaryEmbedding(
+    rotary: Any = PosencRotaryEmbedding(
         decoder.config, planned, base, layout, device=_device(original)
     )
     installed = Installation(plan, spec, None if loaded else original)
@@ -86,7 +86,7 @@ def install(model: nn.Module, plan: PositionPlan, spec: ModelSpec, *, loaded: bo
     families.open_rotation_gates(attentions)
 
 
-def uninstall(model: nn.Module) -> Installation:
+def uninstall(model: Any) -> Installation:
     """Undo `install`: the stock rotary module stands where it stood, the hooks are gone."""
     installed = installation_of(model)
     if installed is None:

@@ -92,7 +92,7 @@ def get_plan(model: nn.Module) -> PositionPlan | None:
     return None if installed is None else installed.plan
 
 
-def base_of(model: nn.Module) -> Any:
+def base_of(model: Any) -> Any:
     """The transformers model inside a PEFT model; any other model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 

@@ -31,7 +31,7 @@ class PosencRotaryEmbedding(nn.Module):
 
     planned, base   the distinct layers of the plan and of the model's own encoding
     Returns a tuple with one (cos, sin) pair per distinct layer, each [B or 1, T, 2F] (in the
-    family's own layout) and in the dtype of `x`: the plan's while the switch is on, else the base's.
+    family's own layout), in the dtype of `x`: the plan's while the switch is on, else the base's.
 
     The class name and the attributes `rope_type`, `config`, `original_inv_freq` and
     `compute_default_rope_parameters` are what transformers looks for when it restores
@@ -55,7 +55,9 @@ class PosencRotaryEmbedding(nn.Module):
         self.kinds = planned + base
         self.num_planned = len(planned)
         # Row of the buffers that holds a LongRoPE layer's second table, behind the K first ones.
-        stretched = [i for i, kind in enumerate(self.kinds) if isinstance(kind.stretch, LongFactors)]
+        stretched = [
+            i for i, kind in enumerate(self.kinds) if isinstance(kind.stretch, LongFactors)
+        ]
         self.long_row = {index: len(self.kinds) + n for n, index in enumerate(stretched)}
         self.layout = layout
         self.switch = PlanSwitch()
@@ -76,8 +78,7 @@ class PosencRotaryEmbedding(nn.Module):
     ) -> tuple[Table, ...]:
         first, last = (0, self.num_planned) if self.switch.active else (self.num_planned, None)
         return tuple(
-            self._table(index, x, position_ids)
-            for index in range(len(self.kinds))[first:last]
+            self._table(index, x, position_ids) for index in range(len(self.kinds))[first:last]
         )
 
     def _table(self, index: int, x: torch.Tensor, position_ids: torch.Tensor) -> Table:

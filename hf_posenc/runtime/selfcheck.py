@@ -45,8 +45,8 @@ def check_family(model: Any, plan: PositionPlan, spec: ModelSpec) -> None:
         layers = (*spec.layers[:index], wild, *spec.layers[index + 1 :])
         if torch.equal(reference, _logits_under(model, replace(own, layers=layers), spec)):
             raise PosencError(
-                f"{spec.family}: layer {index} does not apply a rotary table, so {plan.label} would "
-                "do nothing there; limit the scheme to the other layers"
+                f"{spec.family}: layer {index} does not apply a rotary table, so {plan.label} "
+                "would do nothing there; limit the scheme to the other layers"
             )
 
 

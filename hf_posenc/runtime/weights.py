@@ -66,8 +66,8 @@ def _rows(attention: nn.Module, index: int, head_dim: int) -> Iterator[torch.Ten
 def _checked(tensor: torch.Tensor, where: str, head_dim: int) -> torch.Tensor:
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         raise PosencError(
-            f"{where}: weights are quantised ({tensor.dtype}); re-pairing features moves their rows: "
-            "convert the unquantised checkpoint, then quantise"
+            f"{where}: weights are quantised ({tensor.dtype}); re-pairing features moves their "
+            "rows: convert the unquantised checkpoint, then quantise"
         )
     if tensor.device.type == "meta":
         raise PosencError(
