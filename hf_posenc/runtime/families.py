@@ -112,10 +112,10 @@ def rope_layer(
     rope_parameters: Mapping[str, Any], *, rotary_dim: int, max_positions: int
 ) -> LayerPlan:
     """The layer transformers computes for `rope_parameters`; see `ModelSpec.rope_layer`."""
-    values = {
-        key: value for key, value in rope_parameters.items() if key != "partial_rotary_factor"
-    }
+    values = dict(rope_parameters)
     rope_type = values.setdefault("rope_type", "default")
+    if rope_type != "proportional":
+        values.pop("partial_rotary_factor", None)  # `rotary_dim` says it already
     known = ["default", *(name for name in ROPE_INIT_FUNCTIONS if name != POSENC_ROPE)]
     if rope_type not in known:
         raise PosencError(f"rope_type {rope_type!r} is unknown; {did_you_mean(rope_type, known)}")
