@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from hf_posenc.evaluation.figures import tokens_text
+from hf_posenc.evaluation.style import length_text, tokens_text
 from hf_posenc.plan import DynamicNTK, LayerPlan, LongFactors, PositionPlan
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -72,9 +73,9 @@ def plan_table(plan: PositionPlan, title: str) -> Table:
 
 
 def plan_heat(plan: PositionPlan) -> Text:
-    """Layers x frequencies for a terminal: taller and lighter is a longer wavelength, a dot is unrotated.
+    """Layers x frequencies for a terminal; neighbouring equal layers share a line.
 
-    Neighbouring equal layers share a line. Readable without colours.
+    Taller and lighter is a longer wavelength, a dot is unrotated; readable without colours.
     """
     waves = [2 * math.pi / f for layer in plan.layers for f in layer.inv_freq if f]
     low, high = (min(waves), max(waves)) if waves else (1.0, 1.0)
@@ -120,7 +121,7 @@ def plan_summary(plan: PositionPlan) -> dict[str, Any]:
 
 def layers_text(layers: Sequence[int]) -> str:
     """Layer numbers in few characters: `0-2, 4-6` or `3, 7, ..., 27`."""
-    steps = {b - a for a, b in zip(layers, layers[1:], strict=False)}
+    steps = {b - a for a, b in pairwise(layers)}
     if len(layers) > 3 and len(steps) == 1 and steps != {1}:
         return f"{layers[0]}, {layers[1]}, ..., {layers[-1]}"
     runs: list[list[int]] = []
@@ -158,9 +159,11 @@ def _wavelength_text(inv_freq: Sequence[float]) -> str:
 def _stretch_text(layer: LayerPlan) -> str:
     stretch = layer.stretch
     if isinstance(stretch, LongFactors):
-        return f"beyond {tokens_text(stretch.original_length)}: {_wavelength_text(stretch.inv_freq)}"
+        return (
+            f"beyond {length_text(stretch.original_length)}: {_wavelength_text(stretch.inv_freq)}"
+        )
     if isinstance(stretch, DynamicNTK):
-        return f"dynamic NTK x{stretch.factor:g} beyond {tokens_text(stretch.original_length)}"
+        return f"dynamic NTK x{stretch.factor:g} beyond {length_text(stretch.original_length)}"
     return "none"
 
 

@@ -1,16 +1,9 @@
-"""The house style and every figure of reports, `hf-posenc show` and healing runs.
-
-Figures are built without pyplot, so nothing here touches a process-wide state or needs a display.
-Text is never read as mathematics: names of models and schemes may hold any character.
-"""
+"""Every figure of reports, `hf-posenc show` and healing runs."""
 
 from __future__ import annotations
 
-import io
 import math
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,48 +14,20 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
 
-from hf_posenc.files import write_bytes
+from hf_posenc.evaluation.style import (
+    INK,
+    MUTED,
+    PAPER,
+    house_style,
+    length_text,
+    save_png,
+    tokens_text,
+    variant_style,
+)
 from hf_posenc.plan import PositionPlan
 
-INK, MUTED, RULE, PAPER = "#1d2530", "#5b6675", "#d8dde3", "#ffffff"
-# Okabe-Ito colours: told apart with every common colour vision; markers differ as well.
-VARIANT_STYLE: dict[str, tuple[str, str, str]] = {
-    "stock": ("#3a4250", "o", "-"),
-    "converted": ("#d55e00", "v", "-"),
-    "healed": ("#0072b2", "s", "-"),
-    "control": ("#009e73", "D", "--"),
-}
-_OTHERS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#6f4e9c", "#3a4250")
-_MARKERS = "svDo^P*X"
-_STYLE: dict[str, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9.5,
-    "text.color": INK,
-    "text.parse_math": False,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlecolor": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": "#9aa3ad",
-    "axes.linewidth": 0.8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": RULE,
-    "grid.linewidth": 0.6,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "legend.frameon": False,
-    "lines.linewidth": 1.8,
-    "lines.markersize": 5,
-    "figure.facecolor": PAPER,
-    "savefig.facecolor": PAPER,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "hf_posenc",
-}
 _NEEDLE_COLOURS = LinearSegmentedColormap.from_list(
     "needles", ["#b3261e", "#ec8f5e", "#f7ecd0", "#7fc7a4", "#00785a"]
 )
@@ -98,22 +63,6 @@ class Healing:
     heldout: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
 
 
-@contextmanager
-def house_style() -> Iterator[None]:
-    """matplotlib settings of the project, inside a `with` block only."""
-    with matplotlib.rc_context(_STYLE):
-        yield
-
-
-def variant_style(variant: str, index: int = 0) -> dict[str, Any]:
-    """Colour, marker and line of a variant; `index` separates names that are not known."""
-    known = VARIANT_STYLE.get(variant)
-    if known:
-        return {"color": known[0], "marker": known[1], "linestyle": known[2]}
-    place = index % len(_OTHERS)
-    return {"color": _OTHERS[place], "marker": _MARKERS[place], "linestyle": "-"}
-
-
 def loss_by_position(
     panels: Mapping[str, Sequence[Curve]], *, trained_length: int | None = None
 ) -> Figure:
@@ -143,10 +92,9 @@ def needle_map(rows: Mapping[str, Sequence[Needles]]) -> Figure:
     with house_style(), matplotlib.rc_context({"axes.grid": False}):
         figure = Figure(figsize=(width, 0.7 + 2.5 * len(rows)), layout="constrained")
         axes = figure.subplots(len(rows), columns, squeeze=False, sharex=True, sharey="row")
-        image = None
         for axis_row, (task, panels) in zip(axes, rows.items(), strict=True):
             for axis, panel in zip(axis_row, panels, strict=False):
-                image = _draw_needles(axis, panel)
+                _draw_needles(axis, panel)
                 axis.set_title(panel.label)
             for axis in axis_row[len(panels) :]:
                 axis.set_visible(False)
@@ -155,7 +103,9 @@ def needle_map(rows: Mapping[str, Sequence[Needles]]) -> Figure:
             )
         for axis in axes[-1]:
             axis.set_xlabel("prompt (tokens)")
-        bar = figure.colorbar(image, ax=axes.ravel().tolist(), fraction=0.03, pad=0.02)
+        bar = figure.colorbar(
+            axes[0, 0].images[0], ax=axes.ravel().tolist(), fraction=0.03, pad=0.02
+        )
         bar.set_label("needles found (rate)")
         bar.outline.set_visible(False)
         return figure
@@ -190,7 +140,7 @@ def healing_curve(runs: Sequence[Healing], *, objective: str = "loss") -> Figure
 def plan_map(
     plan: PositionPlan, *, trained_length: int | None = None, title: str | None = None
 ) -> Figure:
-    """Layers x frequencies, coloured by wavelength in tokens; pairs that do not rotate are hatched."""
+    """Layers x frequencies, coloured by wavelength in tokens; unrotated pairs are hatched."""
     frequencies = np.array([layer.inv_freq for layer in plan.layers])
     count, width = frequencies.shape
     with house_style(), matplotlib.rc_context({"axes.grid": False}):
@@ -212,8 +162,8 @@ def plan_map(
         )  # fmt: skip
         axis.set_xlabel("frequency (feature pair; 0 is the fastest)")
         axis.set_ylabel("decoder layer")
-        axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.yaxis.get_major_locator().set_params(integer=True)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True))
         _layer_lines(axis, count, width)
         if title:
             axis.set_title(title)
@@ -234,7 +184,7 @@ def plan_map(
 
 
 def loss_curve(log: Sequence[Mapping[str, Any]], path: Path | str, title: str) -> Path:
-    """Draw the training loss of a healing log (rows with `tokens` or `step`, and `loss`) as a PNG."""
+    """Draw the loss of a healing log (rows with `tokens` or `step`, and `loss`) as a PNG."""
     key = "tokens" if all("tokens" in row for row in log) else "step"
     rows = [{"tokens": row[key], "loss": row["loss"]} for row in log]
     with house_style():
@@ -246,52 +196,6 @@ def loss_curve(log: Sequence[Mapping[str, Any]], path: Path | str, title: str) -
         axis.set_xlabel("healing tokens" if key == "tokens" else "step")
         axis.xaxis.set_major_formatter(lambda value, _: tokens_text(value))
         return save_png(figure, path)
-
-
-def save_png(figure: Figure, path: Path | str, *, dpi: int = 160) -> Path:
-    """Write a figure as PNG, complete or not at all."""
-    buffer = io.BytesIO()
-    with house_style():
-        figure.savefig(buffer, format="png", dpi=dpi)
-    return write_bytes(path, buffer.getvalue())
-
-
-def inline_svg(figure: Figure, *, prefix: str, label: str) -> str:
-    """The figure as an `<svg>` element for an HTML page.
-
-    `prefix` makes its ids unique on the page; `label` is its text for screen readers.
-    """
-    buffer = io.StringIO()
-    with house_style():
-        figure.savefig(
-            buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        )
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
-    svg = re.sub(r'(xlink:href="#|url\(#)', rf"\g<1>{prefix}-", svg)
-    svg = svg.replace("'DejaVu Sans'", "var(--sans), sans-serif")
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    return svg.replace("<svg ", f'<svg role="img" aria-label="{_attribute(label)}" ', 1)
-
-
-def tokens_text(value: float) -> str:
-    """A number of tokens in few characters: 512, 2k, 123k, 1.5M."""
-    if value >= 1e6:
-        return f"{value / 1e6:.3g}M"
-    if value >= 1024 and value % 1024 == 0:
-        return f"{value // 1024:.0f}k"
-    if value >= 1000:
-        return f"{value / 1e3:.3g}k"
-    return f"{value:.3g}"
-
-
-def _attribute(text: str) -> str:
-    for raw, safe in (("&", "&amp;"), ('"', "&quot;"), ("<", "&lt;"), (">", "&gt;")):
-        text = text.replace(raw, safe)
-    return text
 
 
 def _draw_curves(axis: Axes, curves: Iterable[Curve]) -> list[int]:
@@ -313,7 +217,7 @@ def _draw_curves(axis: Axes, curves: Iterable[Curve]) -> list[int]:
 def _token_axis(axis: Axes, edges: Sequence[int], trained_length: int | None) -> None:
     axis.set_xscale("log", base=2)
     ticks = [edge for edge in edges if edge > 0]
-    axis.set_xticks(ticks, [tokens_text(edge) for edge in ticks])
+    axis.set_xticks(ticks, [length_text(edge) for edge in ticks])
     axis.minorticks_off()
     axis.set_xlabel("position (tokens; ticks are the edges of the bins)")
     if ticks:
@@ -324,37 +228,42 @@ def _token_axis(axis: Axes, edges: Sequence[int], trained_length: int | None) ->
             axis.annotate(
                 "trained length", (trained_length, 1), xycoords=("data", "axes fraction"),
                 xytext=(-4, -3), textcoords="offset points", ha="right", va="top", color=MUTED,
-                rotation=90, fontsize=8,
+                rotation=90, fontsize=8, bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 0.5},
             )  # fmt: skip
         else:
             axis.annotate(
-                f"trained length {tokens_text(trained_length)} →", (1, 1), xycoords="axes fraction",
+                f"trained length {length_text(trained_length)} →", (1, 1), xycoords="axes fraction",
                 xytext=(-2, -2), textcoords="offset points", ha="right", va="top", color=MUTED,
                 fontsize=8,
             )  # fmt: skip
 
 
-def _draw_needles(axis: Axes, panel: Needles) -> Any:
+def _draw_needles(axis: Axes, panel: Needles) -> None:
     lengths = sorted({length for length, _ in panel.cells})
     depths = sorted({depth for _, depth in panel.cells})
     grid = np.full((len(depths), len(lengths)), np.nan)
     for (length, depth), value in panel.cells.items():
         grid[depths.index(depth), lengths.index(length)] = value
     axis.set_facecolor("#f1f2f4")
-    image = axis.imshow(
-        np.ma.masked_invalid(grid), aspect="auto", cmap=_NEEDLE_COLOURS, vmin=0, vmax=1
-    )
+    axis.imshow(np.ma.masked_invalid(grid), aspect="auto", cmap=_NEEDLE_COLOURS, vmin=0, vmax=1)
     for (row, column), value in np.ndenumerate(grid):
         if not math.isnan(value):
             dark = value < 0.12 or value > 0.9
-            axis.text(column, row, f"{value:.2g}" if value not in (0, 1) else f"{value:.0f}",
-                      ha="center", va="center", fontsize=8, color=PAPER if dark else INK)  # fmt: skip
-    axis.set_xticks(range(len(lengths)), [tokens_text(length) for length in lengths])
+            axis.text(
+                column, row, f"{value:.2g}", ha="center", va="center", fontsize=8,
+                color=PAPER if dark else INK,
+            )  # fmt: skip
+    axis.set_xticks(range(len(lengths)), [length_text(length) for length in lengths])
     axis.set_yticks(range(len(depths)), [f"{100 * depth:.0f}" for depth in depths])
     axis.tick_params(length=0)
+    axis.hlines(
+        np.arange(len(depths) - 1) + 0.5, -0.5, len(lengths) - 0.5, color=PAPER, linewidth=1
+    )
+    axis.vlines(
+        np.arange(len(lengths) - 1) + 0.5, -0.5, len(depths) - 0.5, color=PAPER, linewidth=1
+    )
     for spine in axis.spines.values():
         spine.set_visible(False)
-    return image
 
 
 def _draw_log(

@@ -10,32 +10,11 @@ from typing import Any
 import yaml
 
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.record import EvalRecord
 from hf_posenc.files import read_json
 from hf_posenc.plan import PositionPlan, scheme_label
 
 VARIANTS = ("stock", "converted", "healed", "control")
-_SCORE_KEYS = ("task", "metric", "length", "value", "n")
-
-
-@dataclass(frozen=True)
-class Score:
-    """One number of an evaluation.
-
-    length  tokens of the rows or prompts it was measured on, None for tasks without one
-    bin     positions (start, end) it covers, None for whole rows
-    stderr  standard error of `value`, None when the task gives none
-    n       documents (or rows, or probes) behind it
-    """
-
-    task: str
-    metric: str
-    length: int | None
-    bin: tuple[int, int] | None
-    value: float
-    stderr: float | None
-    n: int
-    unit: str
-    higher_is_better: bool
 
 
 @dataclass(frozen=True)
@@ -49,8 +28,7 @@ class RunFolder:
     recipe: Mapping[str, Any] = field(default_factory=dict)
     plan: PositionPlan | None = None
     heals: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    evals: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    scores: Mapping[str, tuple[Score, ...]] = field(default_factory=dict)
+    evals: Mapping[str, EvalRecord] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -60,26 +38,28 @@ class RunFolder:
     @property
     def model(self) -> str:
         """The source the model came from, as the records give it."""
-        for record in (*self.evals.values(), *self.heals.values(), self.recipe):
-            if record.get("model"):
-                return str(record["model"])
-        return "unknown model"
+        names = [record.model for record in self.evals.values()]
+        names += [str(record.get("model", "")) for record in (*self.heals.values(), self.recipe)]
+        return next((name for name in names if name), "unknown model")
 
     @property
     def scheme(self) -> str:
         """Short text of the scheme."""
         if self.plan is not None:
             return self.plan.label
-        for record in (*self.heals.values(), *self.evals.values(), self.recipe):
-            if isinstance(record.get("scheme"), Mapping):
-                return scheme_label(record["scheme"])
-        return "unknown scheme"
+        schemes = [record.get("scheme") for record in (*self.heals.values(), self.recipe)]
+        schemes += [record.scheme for record in self.evals.values()]
+        return next((scheme_label(s) for s in schemes if isinstance(s, Mapping)), "unknown scheme")
 
     @property
     def objective(self) -> dict[str, float]:
-        """Weights of the healing objective; empty when nothing was healed."""
-        record = self.heals.get("healed") or self.heals.get("control") or {}
-        return {key: float(value) for key, value in record.get("objective", {}).items() if value}
+        """Weights of the healing objective: of the record, or of the recipe before it is healed."""
+        heal = self.recipe.get("heal")
+        planned = heal.get("objective", {}) if isinstance(heal, Mapping) else {}
+        record = self.heals.get("healed") or self.heals.get("control") or {"objective": planned}
+        weights = record.get("objective", {})
+        weights = weights if isinstance(weights, Mapping) else {weights: 1.0}
+        return {str(key): float(value) for key, value in weights.items() if value}
 
     @property
     def control(self) -> str:
@@ -102,9 +82,9 @@ def read_run(path: Path | str) -> RunFolder:
     evals, heals = {}, {}
     for variant in VARIANTS:
         if (file := path / "eval" / f"{variant}.json").exists():
-            evals[variant] = _record(file, "eval")
+            evals[variant] = EvalRecord.read(file)
         if (file := path / variant / "heal.json").exists():
-            heals[variant] = _record(file, "heal")
+            heals[variant] = _heal_record(file)
     plan_file, recipe_file = path / "plan.json", path / "recipe.yaml"
     if not (evals or heals or plan_file.exists()):
         raise PosencError(
@@ -117,14 +97,13 @@ def read_run(path: Path | str) -> RunFolder:
         plan=PositionPlan.from_json(read_json(plan_file)) if plan_file.exists() else None,
         heals=heals,
         evals=evals,
-        scores={variant: _scores(path, variant, record) for variant, record in evals.items()},
     )
 
 
-def _record(path: Path, kind: str) -> dict[str, Any]:
+def _heal_record(path: Path) -> dict[str, Any]:
     value = read_json(path)
-    if not isinstance(value, dict) or value.get("kind") != kind:
-        raise PosencError(f"{path}: not an {kind} record of hf-posenc; remove or re-create it")
+    if not isinstance(value, dict) or value.get("kind") != "heal":
+        raise PosencError(f"{path}: not a healing record; remove it and heal again")
     if value.get("schema") != 1:
         raise PosencError(f"{path}: schema {value.get('schema')!r} is unknown; upgrade hf-posenc")
     return value
@@ -138,29 +117,3 @@ def _recipe(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise PosencError(f"{path}: not a recipe; restore it")
     return value
-
-
-def _scores(path: Path, variant: str, record: Mapping[str, Any]) -> tuple[Score, ...]:
-    result = []
-    for index, row in enumerate(record.get("scores", [])):
-        missing = [key for key in _SCORE_KEYS if key not in row]
-        if missing:
-            raise PosencError(
-                f"{path / 'eval' / variant}.json: score {index} has no {missing[0]!r}; "
-                "run the evaluation again"
-            )
-        edges = row.get("bin")
-        result.append(
-            Score(
-                task=str(row["task"]),
-                metric=str(row["metric"]),
-                length=row["length"],
-                bin=None if edges is None else (int(edges[0]), int(edges[1])),
-                value=float(row["value"]),
-                stderr=None if row.get("stderr") is None else float(row["stderr"]),
-                n=int(row["n"]),
-                unit=str(row.get("unit", "")),
-                higher_is_better=bool(row.get("higher_is_better", False)),
-            )
-        )
-    return tuple(result)
