@@ -1,0 +1,322 @@
+"""heal(): train an adapter until the converted model computes again what it computed before."""
+
+from __future__ import annotations
+
+import math
+import resource
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
+
+from hf_posenc.checkpoint.adapter import save_adapter
+from hf_posenc.errors import PosencError
+from hf_posenc.files import read_json, staged_directory, write_json, write_text
+from hf_posenc.heal.adapter import (
+    attach_adapter,
+    parameter_groups,
+    settle_adapter,
+    trainable_parameters,
+)
+from hf_posenc.heal.config import HealSection, Recipe
+from hf_posenc.heal.data import PackedRows, Row, collate, heldout_rows
+from hf_posenc.heal.objective import Objective
+from hf_posenc.heal.progress import HeldOut, Progress, heldout_log, training_log
+from hf_posenc.heal.record import HealRecord
+from hf_posenc.heal.resume import claim_folder, finished_record, last_checkpoint
+from hf_posenc.plan import PositionPlan
+from hf_posenc.provenance import collect
+from hf_posenc.runtime.patch import get_plan, patch_model
+from hf_posenc.schemes import as_scheme
+from hf_posenc.sources import load_pretrained, load_tokenizer
+
+Variant = Literal["healed", "control"]
+_BASE = "base"
+
+
+class HealTrainer(Trainer):
+    """transformers' Trainer with the healing loss, averaged over the tokens of a whole step.
+
+    The mean is over all predicted tokens of all accumulated batches and processes, so a step does
+    not depend on how its rows were split. A loss that is not finite stops the run.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: PeftModel,
+        objective: Objective,
+        rows: PackedRows,
+        heldout: Sequence[Row],
+        heal: HealSection,
+        args: TrainingArguments,
+        progress: Progress,
+    ) -> None:
+        super().__init__(model=model, args=args, train_dataset=rows, data_collator=collate)
+        self.objective: Objective = objective
+        self.heldout = heldout
+        self.heal = heal
+        self.progress = progress
+        # The loss below takes num_items_in_batch itself; the Trainer is to count it.
+        self.model_accepts_loss_kwargs = True
+        self.remove_callback(PrinterCallback)
+        self.add_callback(progress)
+        if heldout:
+            self.add_callback(HeldOut(self.measure_heldout, every=heal.heldout_every))
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Row,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        if num_items_in_batch is None:
+            raise RuntimeError("the Trainer did not count the predicted tokens of the step")
+        loss = self.objective(model, inputs) / num_items_in_batch
+        return loss * self.accelerator.num_processes
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            groups = parameter_groups(
+                self.model if model is None else model,
+                lr=self.args.learning_rate,
+                bias_lr_multiplier=self.heal.bias_lr_multiplier,
+            )
+            self.optimizer = torch.optim.AdamW(groups)
+        return self.optimizer
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            self._require_finite("loss", logs["loss"])
+            logs = {
+                "tokens": self.tokens_seen,
+                "loss": logs["loss"],
+                "lr": logs["learning_rate"],
+                "grad_norm": logs["grad_norm"],
+                "seconds": round(self.progress.seconds, 3),
+            }
+        super().log(logs, start_time)
+
+    def measure_heldout(self) -> None:
+        """Log the next-token loss of the model as it stands on the held-out rows."""
+        total, tokens = 0.0, 0
+        for start in range(0, len(self.heldout), self.args.per_device_train_batch_size):
+            rows = self.heldout[start : start + self.args.per_device_train_batch_size]
+            loss, count = self.objective.cross_entropy(self._prepare_inputs(collate(rows)))
+            total, tokens = total + loss, tokens + count
+        self._require_finite("held-out loss", total)
+        self.log(
+            {
+                "tokens": self.tokens_seen,
+                "heldout_loss": total / tokens,
+                "heldout_n_tokens": tokens,
+            }
+        )
+
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens of all rows of all steps so far, over all processes."""
+        args = self.args
+        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        return self.state.global_step * rows * self.train_dataset.data.row_tokens  # type: ignore[union-attr]
+
+    def _require_finite(self, name: str, value: float) -> None:
+        if not math.isfinite(value):
+            raise PosencError(
+                f"the {name} is {value} at step {self.state.global_step}: healing stopped and "
+                "nothing was written; lower heal.lr, or use dtype float32"
+            )
+
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
+        # The Trainer's own saving asks the hub whether the embeddings were resized.
+        folder = Path(output_dir or self.args.output_dir)  # type: ignore[arg-type]
+        self.model.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)  # type: ignore[union-attr, operator]
+
+
+def heal(
+    recipe: Recipe,
+    *,
+    out: Path | str,
+    model: Any = None,
+    tokenizer: Any = None,
+    variant: Variant = "healed",
+) -> HealRecord:
+    """Heal the recipe's model and write the adapter with its records to the folder `out`.
+
+    model      the converted model (variant "healed") or the unconverted one ("control"); changed
+               in place: it carries the adapter afterwards. None: loaded and converted here.
+               A base that is not on disk yet is saved in `out`/base
+    tokenizer  None: the recipe's model's
+    out        adapter/, heal.json, log.jsonl, loss.png, recipe.yaml; appears when all is done.
+               Until then it holds checkpoints/, from which the same call goes on after a kill.
+               A finished run of the same recipe is read back instead of repeated.
+    Errors: `PosencError` with nothing half-written.
+    """
+    out = Path(out)
+    _check_request(recipe, variant)
+    if (finished := finished_record(out, recipe, variant)) is not None:
+        return finished
+    tokenizer = load_tokenizer(recipe.model) if tokenizer is None else tokenizer
+    rows = PackedRows(recipe.data, tokenizer, seed=recipe.seed)
+    next(iter(rows))  # a text that is too short is found before anything is loaded
+    heldout = heldout_rows(recipe.data, tokenizer, count=recipe.heal.heldout_rows)
+    model = _load(recipe, variant) if model is None else model
+    _check_model(model, recipe, variant)
+    plan = get_plan(model)
+
+    checkpoints = claim_folder(out, recipe, variant)
+    base = _saved_base(model, tokenizer, checkpoints)
+    set_seed(recipe.seed)
+    healing = attach_adapter(model, recipe.lora, train_norms=recipe.heal.train_norms)
+    progress = Progress(
+        label=f"healing {recipe.name}" if variant == "healed" else f"control of {recipe.name}",
+        tokens_per_step=recipe.tokens_per_step,
+        live_log=checkpoints / "log.jsonl",
+    )
+    trainer = HealTrainer(
+        model=healing,
+        objective=Objective(
+            healing, recipe.heal.objective, hidden_layers=_hidden_layers(recipe.heal)
+        ),
+        rows=rows,
+        heldout=heldout,
+        heal=recipe.heal,
+        args=_arguments(recipe, checkpoints),
+        progress=progress,
+    )
+    try:
+        trainer.train(resume_from_checkpoint=last_checkpoint(checkpoints))
+    finally:
+        progress.close()
+    settle_adapter(healing)
+    record = HealRecord(
+        variant=variant,
+        model=recipe.model,
+        scheme=None if plan is None else plan.scheme_dict,
+        plan_digest=None if plan is None else plan.digest,
+        recipe_digest=recipe.digest,
+        objective={**recipe.heal.objective},
+        tokens=trainer.tokens_seen,
+        steps=trainer.state.global_step,
+        seed=recipe.seed,
+        seconds=progress.seconds,
+        tokens_per_second=trainer.tokens_seen / progress.seconds,
+        peak_memory_bytes=peak_memory_bytes(),
+        trainable_parameters=trainable_parameters(healing),
+        log=training_log(trainer.state.log_history),
+        heldout=heldout_log(trainer.state.log_history),
+        provenance=collect(seed=recipe.seed, tokens=trainer.tokens_seen),
+    )
+    with staged_directory(out, overwrite=True) as stage:
+        _save_adapter(healing, base, stage, out)
+        record.write(stage)
+        write_text(stage / "recipe.yaml", recipe.to_yaml())
+    return record
+
+
+def peak_memory_bytes() -> int:
+    """Most memory held so far: of the accelerator when there is one, else of the process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _check_request(recipe: Recipe, variant: str) -> None:
+    if recipe.heal.tokens == 0:
+        raise PosencError(
+            f"recipe {recipe.name}: heal.tokens is 0, so there is nothing to heal; "
+            "set it, e.g. heal.tokens=1000000"
+        )
+    if variant == "control" and "ce" not in recipe.heal.objective:
+        raise PosencError(
+            f"recipe {recipe.name}: without ce the unconverted model is its own goal; "
+            "the control is the unconverted model itself, there is nothing to train"
+        )
+
+
+def _load(recipe: Recipe, variant: str) -> Any:
+    model = load_pretrained(recipe.model, dtype=recipe.dtype)
+    return patch_model(model, recipe.scheme) if variant == "healed" else model
+
+
+def _check_model(model: Any, recipe: Recipe, variant: str) -> None:
+    plan = get_plan(model)
+    if variant == "control" and plan is not None:
+        raise PosencError(f"the control is the unconverted model; this one runs {plan.label}")
+    if variant == "healed":
+        wanted = as_scheme(recipe.scheme).describe()
+        if plan is None or plan.scheme_dict != wanted:
+            found = "is not converted" if plan is None else f"runs {plan.label}"
+            raise PosencError(f"the model {found}, recipe {recipe.name} heals {wanted}")
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and recipe.data.row_tokens > longest:
+        raise PosencError(
+            f"data.row_tokens is {recipe.data.row_tokens}, the model reads at most {longest} tokens"
+        )
+
+
+def _hidden_layers(heal: HealSection) -> Sequence[int] | None:
+    return None if heal.hidden_layers == "all" else heal.hidden_layers
+
+
+def _arguments(recipe: Recipe, checkpoints: Path) -> TrainingArguments:
+    heal = recipe.heal
+    return TrainingArguments(
+        output_dir=str(checkpoints),
+        max_steps=recipe.steps,
+        per_device_train_batch_size=heal.rows,
+        gradient_accumulation_steps=heal.gradient_accumulation,
+        learning_rate=heal.lr,
+        lr_scheduler_type=heal.schedule,
+        warmup_steps=heal.warmup,
+        gradient_checkpointing=bool(heal.gradient_checkpointing),
+        gradient_checkpointing_kwargs={"use_reentrant": heal.gradient_checkpointing == "reentrant"},
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        save_strategy="steps" if heal.save_steps else "no",
+        save_steps=heal.save_steps or 1,
+        save_total_limit=2,
+        seed=recipe.seed,
+        data_seed=recipe.seed,
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        report_to=[],
+    )
+
+
+def _saved_base(model: Any, tokenizer: Any, checkpoints: Path) -> Path | str:
+    """Where the base of the adapter can be loaded from; saved among the checkpoints if nowhere."""
+    plan = get_plan(model)
+    origin = str(getattr(model, "name_or_path", "") or "")
+    if plan is None and origin:
+        return origin
+    if plan is not None and (Path(origin) / "config.json").is_file():
+        stored = read_json(Path(origin) / "config.json").get("posenc")
+        if stored is not None and PositionPlan.from_json(stored["plan"]).digest == plan.digest:
+            return origin
+    base = checkpoints / _BASE
+    if not base.is_dir():
+        with staged_directory(base) as stage:
+            model.save_pretrained(stage)
+            tokenizer.save_pretrained(stage)
+    return base
+
+
+def _save_adapter(healing: PeftModel, base: Path | str, stage: Path, out: Path) -> None:
+    if isinstance(base, Path):
+        base = Path(shutil.copytree(base, stage / _BASE))
+    save_adapter(healing, stage / "adapter", base=base)
+    if isinstance(base, Path):
+        path = stage / "adapter" / "adapter_config.json"
+        final = str(out.resolve() / _BASE)
+        write_json(path, {**read_json(path), "base_model_name_or_path": final})
