@@ -16,7 +16,7 @@ import torch
 
 from hf_posenc.errors import PosencError
 from hf_posenc.files import read_json, sha256_file, staged_directory, write_json, write_text
-from hf_posenc.sources.progress import working
+from hf_posenc.sources.progress import note
 from hf_posenc.sources.wheels import Wheel, cache_root, locked
 
 CONVERTER_VERSION = 1
@@ -37,20 +37,17 @@ def convert_gguf(path: Path, *, wheel: Wheel | None = None) -> tuple[Path, str]:
     folder = cache_root() / "gguf" / f"{_slug(path.stem)}-{digest[:16]}-v{CONVERTER_VERSION}"
     with locked(folder.parent / f".{folder.name}"):
         if not _is_complete(folder, digest):
-            with working(f"converting {path.name}"):
-                _convert(path, digest, folder, wheel)
+            note(f"converting {path.name} to a Hugging Face folder (once)")
+            _convert(path, digest, folder, wheel)
     return folder, digest
 
 
 def _convert(path: Path, digest: str, folder: Path, wheel: Wheel | None) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils import logging
 
     header = _Header.read(path)
     header.refuse_scaled_rotary()
     location = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(**location)
         model = AutoModelForCausalLM.from_pretrained(
@@ -72,9 +69,6 @@ def _convert(path: Path, digest: str, folder: Path, wheel: Wheel | None) -> None
             f"{path}: transformers cannot read this GGUF file ({reason}); "
             "use the model's safetensors checkpoint instead"
         ) from error
-    finally:
-        if bars:
-            logging.enable_progress_bar()
 
 
 def repair_tokenizer(tokenizer: Any, pre_tokenizer: str, config: Any) -> list[str]:
@@ -136,7 +130,7 @@ class _Header:
                 "would drop; use the model's safetensors checkpoint"
             )
 
-    def refuse_lost_tensors(self, model: torch.nn.Module) -> None:
+    def refuse_lost_tensors(self, model: Any) -> None:
         """Every weight of the file must be in the model and the other way round, and the
         rotated width must be the file's."""
         stored = sum(self.elements.values())

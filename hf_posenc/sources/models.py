@@ -42,7 +42,7 @@ def resolve_model(source: str) -> ResolvedModel:
     if source.startswith(PREFIX):
         return _from_wheel(source)
     path = Path(source).expanduser()
-    if path.is_dir():
+    if source and path.is_dir():
         if not any((path / n).is_file() for n in ("config.json", "adapter_config.json")):
             raise PosencError(f"{source}: this folder has no config.json; is it a model folder?")
         return ResolvedModel(source, str(path), path.resolve().name)
@@ -110,7 +110,7 @@ def load_pretrained(
         "trust_remote_code": trust_remote_code or None,
     }
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             resolved.path,
             use_safetensors=True,
             output_loading_info=True,
@@ -118,6 +118,7 @@ def load_pretrained(
         )
     except Exception as error:
         raise _load_error(resolved, error, "config.json and *.safetensors") from error
+    model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise PosencError(
             f"{source}: lacks {len(missing)} weights of a {type(model).__name__} "

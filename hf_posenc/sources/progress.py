@@ -14,7 +14,6 @@ from rich.progress import (
     Progress,
     SpinnerColumn,
     TextColumn,
-    TimeElapsedColumn,
     TransferSpeedColumn,
 )
 
@@ -48,15 +47,6 @@ def downloading(label: str, folder: Path, total: int | None) -> Iterator[None]:
         finally:
             done.set()
             watcher.join()
-
-
-@contextmanager
-def working(label: str) -> Iterator[None]:
-    """Show a spinner with the elapsed time on stderr."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        progress.add_task(label, total=None)
-        yield
 
 
 def note(line: str) -> None:

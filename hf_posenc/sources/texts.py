@@ -152,7 +152,8 @@ def _split_running(documents: Iterator[Document], split: Split) -> Iterator[Docu
     for document in kept:
         inside = min(max(cut - start, 0), len(document.text))
         part = document.text[:inside] if split == "train" else document.text[inside:]
-        if part == document.text:
+        empty_here = not document.text and (start < cut) == (split == "train")
+        if part == document.text and (part or empty_here):
             yield document
         elif part:
             where = f"[:{inside}]" if split == "train" else f"[{inside}:]"
