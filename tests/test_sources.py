@@ -132,12 +132,12 @@ def test_gguf_that_would_lose_something_is_refused(
 
 
 def test_gguf_that_rotates_less_than_the_model_is_refused(tmp_path: Path) -> None:
-    """Some architectures' rotary width is ignored by a GGUF load: the file and the model disagree."""
+    """Some architectures' rotary width is ignored by a GGUF load; the two then disagree."""
     model = tiny_llama()
     header = gguf._Header.read(write_gguf(tmp_path / "tiny.gguf", model))
     header.refuse_lost_tensors(model)
     header.fields["llama.rope.dimension_count"] = 8
-    with pytest.raises(PosencError, match="rotates 8 features per head but .* rotate 16"):
+    with pytest.raises(PosencError, match=r"rotates 8 features per head but .* rotate 16"):
         header.refuse_lost_tensors(model)
 
 
