@@ -28,7 +28,7 @@ from hf_posenc.files import write_text
 from hf_posenc.model_spec import ModelSpec
 from hf_posenc.plan import PositionPlan
 from hf_posenc.runtime import families
-from hf_posenc.runtime.install import install
+from hf_posenc.runtime.install import check_switched_on, install
 
 STUB = "posenc_stub.py"
 _configs: dict[str, Any] = {}
@@ -76,6 +76,7 @@ def model_class(family: str) -> Any:
             install(self, plan, spec, loaded=True)
 
         def save(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+            check_switched_on(self, "save_pretrained")
             self.config.auto_map = {
                 "AutoConfig": f"{Path(STUB).stem}.{config.__name__}",
                 "AutoModelForCausalLM": f"{Path(STUB).stem}.{name}",

@@ -35,6 +35,19 @@ def installation_of(model: nn.Module) -> Installation | None:
     return None
 
 
+def check_switched_on(model: nn.Module, what: str) -> None:
+    """Refuse `what` inside an `unpatched` block, where q/k rows lie as the base has them.
+
+    Errors: `PosencError`.
+    """
+    for module in model.modules():
+        if isinstance(module, PosencRotaryEmbedding) and not module.switch.active:
+            raise PosencError(
+                f"{type(model).__name__}: {what} inside an unpatched(model) block, where the plan "
+                "is off; do it after the block"
+            )
+
+
 def check_plan(model: Any, plan: PositionPlan, spec: ModelSpec) -> None:
     """Everything that can be refused is refused here, before the model changes.
 

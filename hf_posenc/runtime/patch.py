@@ -12,7 +12,13 @@ from hf_posenc.errors import PosencError
 from hf_posenc.model_spec import ModelSpec
 from hf_posenc.plan import PositionPlan
 from hf_posenc.runtime import auto, families
-from hf_posenc.runtime.install import check_plan, install, installation_of, uninstall
+from hf_posenc.runtime.install import (
+    check_plan,
+    check_switched_on,
+    install,
+    installation_of,
+    uninstall,
+)
 from hf_posenc.runtime.selfcheck import check_family
 from hf_posenc.runtime.weights import permute_model
 from hf_posenc.schemes import Scheme, as_scheme, make_scheme
@@ -50,9 +56,10 @@ def patch_model(
 def unpatch_model(model: Model) -> Model:
     """Take the plan off again, in place: weights, modules, class and config as before.
 
-    Errors: `PosencError` when the model is not patched.
+    Errors: `PosencError` when the model is not patched, or inside an `unpatched` block.
     """
     base = base_of(model)
+    check_switched_on(base, "unpatch_model")
     installed = uninstall(base)
     permute_model(families.attentions_of(families.decoder_of(base)), installed.plan, undo=True)
     base.__class__ = families.causal_lm_class(installed.spec.family)
