@@ -37,7 +37,7 @@ def list_schemes() -> dict[str, type[Scheme]]:
 
 def make_scheme(name: str, **options: Any) -> Scheme:
     """The scheme `name` with checked options; PosencError with a hint for an unknown name."""
-    if name not in _REGISTRY:
+    if name not in list(_REGISTRY):
         raise PosencError(f"unknown scheme {name!r}; {did_you_mean(str(name), _REGISTRY)}")
     fields = dataclasses.fields(_REGISTRY[name])
     known = [field.name for field in fields]

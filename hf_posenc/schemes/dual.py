@@ -10,8 +10,7 @@ from hf_posenc.plan import LayerPlan
 from hf_posenc.schedule import select_layers
 from hf_posenc.schemes.base import Scheme
 from hf_posenc.schemes.options import check_integer, check_number
-from hf_posenc.schemes.p_rope import kept_count
-from hf_posenc.schemes.pairs import keep_pairs
+from hf_posenc.schemes.pairs import keep_fastest, kept_count, proportional
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +44,9 @@ class Dual(Scheme):
 
     def plan_layer(self, spec: ModelSpec, index: int) -> LayerPlan:
         is_global = select_layers(f"every:{self.every}", spec.num_layers)[index]
-        theta = self.theta_global if is_global else self.theta_local
-        layer = spec.layers[index]
-        if theta is not None and layer.rotated:
-            layer = spec.rope_layer({"rope_type": "default", "rope_theta": theta})
-        if not is_global:
-            return layer
-        return keep_pairs(layer, range(kept_count("p_global", self.p_global, spec.num_frequencies)))
+        own = spec.layers[index]
+        theta, p = (self.theta_global, self.p_global) if is_global else (self.theta_local, 1.0)
+        if theta is None or not own.rotated:
+            return keep_fastest(spec, own, p, option="p_global")
+        kept_count("p_global", p, spec.num_frequencies)
+        return proportional(spec, theta, p)

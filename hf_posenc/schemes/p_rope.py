@@ -10,7 +10,7 @@ from hf_posenc.model_spec import ModelSpec
 from hf_posenc.plan import LayerPlan
 from hf_posenc.schemes.base import Scheme
 from hf_posenc.schemes.options import check_choice, check_number
-from hf_posenc.schemes.pairs import keep_pairs
+from hf_posenc.schemes.pairs import keep_fastest, keep_pairs, kept_count
 
 _SELECTIONS = ("high", "low", "uniform")
 _CALIBRATED = ("norm", "sensitivity")
@@ -20,10 +20,13 @@ _CALIBRATED = ("norm", "sensitivity")
 class PRope(Scheme):
     """r = int(p * rotary_dim // 2) of the F frequencies stay as trained, the others are 0.
 
+    On plain RoPE select="high" is transformers' own "proportional" table, bit for bit; otherwise
+    the kept values are the checkpoint's, with its attention factor and length dependence.
+
     p       fraction of the frequencies that is kept, 0 < p <= 1 (1 is the null scheme)
     select  "high": the fastest r; "low": the slowest r; "uniform": pairs floor(k * F / r)
-    Source: p-RoPE, arXiv 2410.06205; "proportional" in transformers (Gemma 4), which select="high"
-    equals; "low" and "uniform" as in MHA2MLA, arXiv 2502.14837.
+    Source: p-RoPE, arXiv 2410.06205; Gemma 4 in transformers; "low" and "uniform" as in MHA2MLA,
+    arXiv 2502.14837.
     """
 
     name: ClassVar[str] = "p_rope"
@@ -43,22 +46,10 @@ class PRope(Scheme):
         check_choice("select", self.select, _SELECTIONS)
 
     def plan_layer(self, spec: ModelSpec, index: int) -> LayerPlan:
-        total = spec.num_frequencies
+        own, total = spec.layers[index], spec.num_frequencies
+        if self.select == "high":
+            return keep_fastest(spec, own, self.p)
         kept = kept_count("p", self.p, total)
-        pairs = {
-            "high": range(kept),
-            "low": range(total - kept, total),
-            "uniform": [k * total // kept for k in range(kept)],
-        }
-        return keep_pairs(spec.layers[index], pairs[self.select])
-
-
-def kept_count(option: str, p: float, total: int) -> int:
-    """How many of `total` frequencies the fraction `p` keeps, as transformers' "proportional"."""
-    kept = int(p * (2 * total) // 2)
-    if kept == 0:
-        raise PosencError(
-            f"{option}={p:g} keeps none of {total} frequencies; use at least {1 / total:g}, "
-            "or the scheme 'nope' to drop rotation altogether"
-        )
-    return kept
+        if self.select == "low":
+            return keep_pairs(own, range(total - kept, total))
+        return keep_pairs(own, {k * total // kept for k in range(kept)})

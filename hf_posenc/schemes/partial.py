@@ -23,18 +23,17 @@ class Partial(Scheme):
     fraction  of head_dim, 0 < fraction <= 1; rotary_dim must be a whole, even number of features
               and at most what the checkpoint rotates
     pairs     "matched": slot j takes the checkpoint's own feature pair of the nearest frequency
-              (each pair at most once), in the untouched feature order. Where rotary_dim divides
-              the checkpoint's rotary width by a whole number k, slot j is pair k*j at exactly its
-              own frequency.
+              (each pair at most once), in the untouched feature order. Where the checkpoint
+              rotates k * rotary_dim features, k whole, slot j is pair k*j at its own frequency.
               "raw": the literal pairs (j, j + rotary_dim/2) of the untouched order, as a stock
               partial family reads the same weights. In memory feature j becomes feature j,
               feature j + rotary_dim/2 becomes feature j + F, and the features behind them fill
               the remaining places in order.
-    On a checkpoint with scaled RoPE a slot that takes a pair's own frequency (whole k) takes it as
-    scaled, with its attention factor and long factors. Otherwise linear and llama3 scaling are
-    computed by transformers at the new width; yarn, longrope, dynamic and proportional belong to
-    the checkpoint's full table and are refused. A layer that the checkpoint does not rotate stays
-    unrotated.
+    Frequencies come from transformers' own function at the new width (plain RoPE, linear and
+    llama3 scaling), bit for bit those of a stock partial family. Scalings that belong to the full
+    table (yarn, longrope, dynamic, proportional, one per layer type) are kept where k is whole:
+    slot j takes pair k*j as the checkpoint scales it; elsewhere they are refused. A layer that
+    the checkpoint does not rotate stays unrotated.
     Source: GPT-NeoX, arXiv 2204.06745; GLM, Phi, StableLM and MiniMax-M3 in transformers.
     """
 
@@ -58,14 +57,16 @@ class Partial(Scheme):
         slots, total = width // 2, spec.num_frequencies
         # Slot j has the exponent 2j/width, pair i has 2i/(2F): the nearest i, halves rounded up.
         nearest = [(2 * j * total + slots) // (2 * slots) for j in range(slots)]
-        if total % slots == 0:
-            matched = keep_pairs(own, nearest)
-        else:
-            respaced = _respaced(spec, own, width)
+        if spec.rope.get("rope_type") in _ANY_WIDTH and own == spec.rope_layer(spec.rope):
+            respaced = replace(spec, rotary_dim=width).rope_layer(spec.rope)
             frequencies = [0.0] * total
             for pair, frequency in zip(nearest, respaced.inv_freq, strict=True):
                 frequencies[pair] = frequency
             matched = replace(respaced, inv_freq=tuple(frequencies))
+        elif total % slots == 0:
+            matched = keep_pairs(own, nearest)
+        else:
+            raise _undefined(spec, width)
         return matched if self.pairs == "matched" else _raw(matched, nearest, spec.head_dim)
 
     def rotary_dim(self, spec: ModelSpec) -> int:
@@ -89,17 +90,15 @@ class Partial(Scheme):
         return width
 
 
-def _respaced(spec: ModelSpec, own: LayerPlan, width: int) -> LayerPlan:
+def _undefined(spec: ModelSpec, width: int) -> PosencError:
     rope_type = spec.rope.get("rope_type")
-    if rope_type not in _ANY_WIDTH or own != spec.rope_layer(spec.rope):
-        what = f"rope_type {rope_type!r}" if rope_type else "a RoPE of its own per layer type"
-        wholes = [w for w in range(2, spec.rotary_dim + 1, 2) if spec.rotary_dim % w == 0]
-        raise PosencError(
-            f"partial with {width} rotated features is not defined on this checkpoint: {what} "
-            f"cannot be re-spaced over them; use {', '.join(map(str, wholes))} of {spec.head_dim} "
-            "features (pairs of its own), or p_rope"
-        )
-    return replace(spec, rotary_dim=width).rope_layer(spec.rope)
+    what = f"rope_type {rope_type!r}" if rope_type else "a RoPE of its own per layer type"
+    wholes = [w for w in range(2, spec.rotary_dim, 2) if spec.rotary_dim % w == 0]
+    return PosencError(
+        f"partial with {width} rotated features is not defined on this checkpoint: {what} "
+        f"cannot be re-spaced over them; use {', '.join(map(str, wholes))} of {spec.head_dim} "
+        "features (pairs of its own), or p_rope"
+    )
 
 
 def _raw(matched: LayerPlan, nearest: list[int], head_dim: int) -> LayerPlan:

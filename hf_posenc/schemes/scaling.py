@@ -65,7 +65,7 @@ class RopeScaling:
 
     @classmethod
     def _from_mapping(cls, given: dict[str, Any]) -> RopeScaling:
-        names = {given.pop(key) for key in ("type", "rope_type") if key in given}
+        names = {str(given.pop(key)) for key in ("type", "rope_type") if key in given}
         if len(names) != 1:
             raise PosencError(f"scaling needs one 'type' ({', '.join(_KEYS)}), not {len(names)}")
         name = names.pop()
