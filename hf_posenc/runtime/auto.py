@@ -77,13 +77,10 @@ def model_class(family: str) -> Any:
 
         def save(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
             check_switched_on(self, "save_pretrained")
-            self.config.auto_map = {
-                "AutoConfig": f"{Path(STUB).stem}.{config.__name__}",
-                "AutoModelForCausalLM": f"{Path(STUB).stem}.{name}",
-            }
+            self.config.auto_map = auto_map(family)
             result = stock.save_pretrained(self, save_directory, *args, **kwargs)
             if kwargs.get("is_main_process", True):
-                write_text(Path(save_directory) / STUB, _stub_text(family))
+                write_stub(save_directory, family)
             return result
 
         attributes = {
@@ -127,6 +124,24 @@ def to_posenc_config(config: PreTrainedConfig, plan: PositionPlan) -> Any:
         made.rope_parameters = _marked(base)
         made.rope_theta = base["rope_theta"]
     return made
+
+
+def auto_map(family: str) -> dict[str, str]:
+    """The `auto_map` of a converted checkpoint's config: its classes, named in the stub."""
+    return {
+        "AutoConfig": f"{Path(STUB).stem}.{config_class(family).__name__}",
+        "AutoModelForCausalLM": f"{Path(STUB).stem}.{model_class(family).__name__}",
+    }
+
+
+def write_stub(folder: Path | str, family: str) -> None:
+    """Write the two lines of code that `trust_remote_code=True` loads beside the weights."""
+    config, model = config_class(family).__name__, model_class(family).__name__
+    text = (
+        "from hf_posenc.runtime.auto import config_class, model_class\n\n"
+        f'{config}, {model} = config_class("{family}"), model_class("{family}")\n'
+    )
+    write_text(Path(folder) / STUB, text)
 
 
 def register_families() -> None:
@@ -220,14 +235,6 @@ def _accept_rope(self: Any) -> None:
 
 def _keep_auto_map(cls: Any, auto_class: Any = None) -> None:
     """Do nothing: transformers would copy package files into checkpoints and rewrite auto_map."""
-
-
-def _stub_text(family: str) -> str:
-    config, model = config_class(family).__name__, model_class(family).__name__
-    return (
-        "from hf_posenc.runtime.auto import config_class, model_class\n\n"
-        f'{config}, {model} = config_class("{family}"), model_class("{family}")\n'
-    )
 
 
 def __getattr__(name: str) -> Any:

@@ -51,8 +51,15 @@ def check_switched_on(model: nn.Module, what: str) -> None:
 def check_plan(model: Any, plan: PositionPlan, spec: ModelSpec) -> None:
     """Everything that can be refused is refused here, before the model changes.
 
-    Errors: `PosencError` when the plan was built for another model or the family cannot run it.
+    Errors: `PosencError` when the plan was built for another model or the family cannot run it, or
+    weights that have to move cannot.
     """
+    check_fit(model, plan, spec)
+    check_permutable(families.attentions_of(families.decoder_of(model)), plan)
+
+
+def check_fit(model: Any, plan: PositionPlan, spec: ModelSpec) -> None:
+    """The part of `check_plan` that needs no weights: a model on the meta device will do."""
     attentions = families.attentions_of(families.decoder_of(model))
     if plan.base != spec.fingerprint:
         raise PosencError(
@@ -72,7 +79,6 @@ def check_plan(model: Any, plan: PositionPlan, spec: ModelSpec) -> None:
                 "that re-pair features are not supported on it"
             )
         check_named_projections(attentions, f"{plan.label}")
-    check_permutable(attentions, plan)
 
 
 def install(model: Any, plan: PositionPlan, spec: ModelSpec, *, loaded: bool = False) -> None:

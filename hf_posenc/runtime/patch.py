@@ -46,7 +46,7 @@ def patch_model(
         )
     _check_class(base)
     spec = ModelSpec.from_model(base)
-    plan = _plan(scheme, options, spec)
+    plan = build_plan(scheme, options, spec)
     check_plan(base, plan, spec)
     check_family(base, plan, spec)
     _apply(base, plan, spec)
@@ -104,7 +104,11 @@ def base_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _plan(scheme: Any, options: Mapping[str, Any], spec: ModelSpec) -> PositionPlan:
+def build_plan(scheme: Any, options: Mapping[str, Any], spec: ModelSpec) -> PositionPlan:
+    """The plan of whatever `patch_model` takes as a scheme, for a model.
+
+    Errors: `PosencError` for an unknown scheme or option.
+    """
     if isinstance(scheme, PositionPlan):
         if options:
             raise PosencError(f"options {sorted(options)} have no effect on a finished plan")
