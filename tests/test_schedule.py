@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_posenc.errors import PosencError
@@ -90,6 +90,7 @@ def test_refuses_an_offset_without_a_period():
         select_layers("all", 8, offset=1)
 
 
+@settings(derandomize=True)
 @given(st.lists(st.integers(0, 40), min_size=1), st.integers(41, 60))
 def test_text_and_list_agree(numbers, num_layers):
     text = ",".join(map(str, numbers))
@@ -97,6 +98,7 @@ def test_text_and_list_agree(numbers, num_layers):
     assert chosen(numbers, num_layers) == sorted(set(numbers))
 
 
+@settings(derandomize=True)
 @given(st.integers(1, 12), st.integers(12, 50))
 def test_offsets_of_one_period_partition_the_layers(every, num_layers):
     picks = [chosen(f"every:{every}", num_layers, offset=offset) for offset in range(every)]
