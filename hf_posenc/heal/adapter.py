@@ -38,7 +38,7 @@ def attach_adapter(model: nn.Module, lora: LoraSection, *, train_norms: bool) ->
     for module in healing.modules():
         if isinstance(module, ModulesToSaveWrapper):
             module.modules_to_save[_ADAPTER].float().register_forward_hook(_as_input)
-    return healing  # type: ignore[return-value]
+    return healing
 
 
 def settle_adapter(model: PeftModel) -> None:

@@ -57,7 +57,7 @@ class LoraSection(_Section):
     """The LoRA adapter; `targets` is a list of module names or "all-linear"."""
 
     r: int = Field(ge=1)
-    alpha: float = Field(gt=0)
+    alpha: int = Field(ge=1)
     targets: Literal["all-linear"] | tuple[str, ...]
     dropout: float = Field(ge=0, lt=1)
 

@@ -125,9 +125,10 @@ class _SourceReader:
             for start in range(0, len(ids), length):
                 yield ids[start : start + length]
         if total < self.row_tokens:
+            other = ", or set heal.heldout_rows to 0" if self.split == "heldout" else ""
             raise PosencError(
                 f"{self.source.source}: its {self.split} split has {total} tokens, less than one "
-                f"row of {self.row_tokens}; give more text or lower data.row_tokens"
+                f"row of {self.row_tokens}; give more text or lower data.row_tokens{other}"
             )
 
 

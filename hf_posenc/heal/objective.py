@@ -64,14 +64,15 @@ class Objective:
             with as_teacher(self.model):
                 teacher = self._run(self.model, batch, mask)
         student = self._run(model, batch, mask)
-        loss = losses.chunked_sum(
-            self._of_chunk(targets, teacher), student.states, chunk=self.chunk
-        )
+        parts = []
+        if self.weights.keys() & {"ce", "kl"}:
+            of_chunk = self._of_chunk(targets, teacher)
+            parts.append(losses.chunked_sum(of_chunk, student.states, chunk=self.chunk))
         if teacher is not None and self.layers:
             pairs = zip(student.layers, teacher.layers, strict=True)
-            parts = [losses.hidden(mine, theirs) for mine, theirs in pairs]
-            loss = loss + self.weights["hidden"] * torch.stack(parts).mean(0)
-        return loss
+            each = [losses.hidden(mine, theirs) for mine, theirs in pairs]
+            parts.append(self.weights["hidden"] * torch.stack(each).mean())
+        return torch.stack(parts).sum()
 
     @torch.no_grad()
     def cross_entropy(self, batch: Row) -> tuple[float, int]:

@@ -85,7 +85,7 @@ class HealTrainer(Trainer):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             groups = parameter_groups(
-                self.model if model is None else model,
+                model or self.model,  # type: ignore[arg-type]
                 lr=self.args.learning_rate,
                 bias_lr_multiplier=self.heal.bias_lr_multiplier,
             )
@@ -105,15 +105,17 @@ class HealTrainer(Trainer):
         super().log(logs, start_time)
 
     def measure_heldout(self) -> None:
-        """Log the next-token loss of the model as it stands on the held-out rows."""
+        """Note the next-token loss of the model as it stands on the held-out rows."""
         total, tokens = 0.0, 0
         for start in range(0, len(self.heldout), self.args.per_device_train_batch_size):
             rows = self.heldout[start : start + self.args.per_device_train_batch_size]
             loss, count = self.objective.cross_entropy(self._prepare_inputs(collate(rows)))
             total, tokens = total + loss, tokens + count
         self._require_finite("held-out loss", total)
-        self.log(
+        # Not through log(): that tells the Trainer that the current step has been logged.
+        self.state.log_history.append(
             {
+                "step": self.state.global_step,
                 "tokens": self.tokens_seen,
                 "heldout_loss": total / tokens,
                 "heldout_n_tokens": tokens,
@@ -177,6 +179,8 @@ def heal(
     base = _saved_base(model, tokenizer, checkpoints)
     set_seed(recipe.seed)
     healing = attach_adapter(model, recipe.lora, train_norms=recipe.heal.train_norms)
+    if recipe.heal.gradient_checkpointing:
+        healing.enable_input_require_grads()  # the embeddings are frozen
     progress = Progress(
         label=f"healing {recipe.name}" if variant == "healed" else f"control of {recipe.name}",
         tokens_per_step=recipe.tokens_per_step,
@@ -204,7 +208,7 @@ def heal(
         scheme=None if plan is None else plan.scheme_dict,
         plan_digest=None if plan is None else plan.digest,
         recipe_digest=recipe.digest,
-        objective={**recipe.heal.objective},
+        objective={str(name): weight for name, weight in recipe.heal.objective.items()},
         tokens=trainer.tokens_seen,
         steps=trainer.state.global_step,
         seed=recipe.seed,
@@ -279,8 +283,10 @@ def _arguments(recipe: Recipe, checkpoints: Path) -> TrainingArguments:
         learning_rate=heal.lr,
         lr_scheduler_type=heal.schedule,
         warmup_steps=heal.warmup,
-        gradient_checkpointing=bool(heal.gradient_checkpointing),
-        gradient_checkpointing_kwargs={"use_reentrant": heal.gradient_checkpointing == "reentrant"},
+        activation_checkpointing=bool(heal.gradient_checkpointing),
+        activation_checkpointing_kwargs={
+            "use_reentrant": heal.gradient_checkpointing == "reentrant"
+        },
         logging_steps=1,
         logging_nan_inf_filter=False,
         save_strategy="steps" if heal.save_steps else "no",
@@ -290,6 +296,7 @@ def _arguments(recipe: Recipe, checkpoints: Path) -> TrainingArguments:
         data_seed=recipe.seed,
         remove_unused_columns=False,
         disable_tqdm=True,
+        dataloader_pin_memory=torch.cuda.is_available(),
         report_to=[],
     )
 
