@@ -31,6 +31,7 @@ from hf_posenc.evaluation.load import ForeignTasks
 from hf_posenc.evaluation.report import write_report
 from hf_posenc.evaluation.run_folder import RunFolder, read_run
 from hf_posenc.evaluation.suites import PlannedTask, plan_tasks
+from hf_posenc.evaluation.tasks import documents
 from hf_posenc.files import write_json, write_text
 from hf_posenc.heal import Recipe, heal
 from hf_posenc.heal.data import PackedRows
@@ -61,8 +62,8 @@ def run(recipe: Recipe, out: Path | str, *, say: Say = print) -> RunFolder:
     out = Path(out)
     _check_folder(recipe, out)
     spec, plan = _checked_plan(recipe, out)
-    tasks = _checked_tasks(recipe, spec)
     tokenizer = load_tokenizer(recipe.model)
+    tasks = _checked_tasks(recipe, spec, tokenizer)
     if recipe.heal.tokens:
         _check_rows(recipe, tokenizer, spec)
 
@@ -122,7 +123,8 @@ def _checked_plan(recipe: Recipe, out: Path) -> tuple[ModelSpec, PositionPlan]:
     return spec, plan
 
 
-def _checked_tasks(recipe: Recipe, spec: ModelSpec) -> list[PlannedTask]:
+def _checked_tasks(recipe: Recipe, spec: ModelSpec, tokenizer: Any) -> list[PlannedTask]:
+    """The evaluation's own tasks, each proven to have documents at its length."""
     if not scored_variants(recipe):
         return []
     planned, foreign = plan_tasks(*_task_request(recipe), recipe.eval.limit)
@@ -133,6 +135,7 @@ def _checked_tasks(recipe: Recipe, spec: ModelSpec) -> list[PlannedTask]:
                 f"eval.lengths: {task.length} exceeds the model's {spec.max_positions} positions; "
                 "leave it out"
             )
+        documents(kind=task.kind, length=task.length, tokenizer=tokenizer, counts={task.name: 1})
     return planned
 
 
@@ -172,9 +175,7 @@ def _timed_stages(
     for variant in trained_variants(recipe):
         if not (out / variant / "heal.json").is_file():
             seconds = heal_seconds(recipe, speed)
-            lines.append(
-                f"{'healing' if variant == 'healed' else 'control'} {duration_text(seconds)}"
-            )
+            lines.append(f"{_stage_name(variant)} {duration_text(seconds)}")
             total += seconds
     missing = [v for v in scored_variants(recipe) if not (out / "eval" / f"{v}.json").is_file()]
     if missing:

@@ -30,6 +30,7 @@ class PosencGroup(TyperGroup):
     """
 
     def main(self, args: Any = None, *, standalone_mode: bool = True, **extra: Any) -> Any:  # type: ignore[override]
+        args = (sys.argv[1:] if args is None else args) or ["--help"]
         if not standalone_mode or debugging():
             return super().main(args, standalone_mode=standalone_mode, **extra)
         quiet()
@@ -52,7 +53,6 @@ app = typer.Typer(
     cls=PosencGroup,
     name="hf-posenc",
     help="Give a pretrained decoder another positional encoding, heal it, score it, share it.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -96,7 +96,9 @@ def _one_line(error: BaseException) -> str:
     text = error.format_message() if hasattr(error, "format_message") else str(error)
     text = " ".join(text.split()) or type(error).__name__
     context = getattr(error, "ctx", None)
-    return f"{text} (see `{context.command_path} --help`)" if context is not None else text
+    if context is None:
+        return text
+    return f"{text.rstrip('.')} (see `{context.command_path} --help`)"
 
 
 def _fail(message: str, code: int) -> None:

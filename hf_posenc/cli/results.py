@@ -15,7 +15,7 @@ from hf_posenc.evaluation.tables import Cell, tables
 
 
 def run_tables(run: RunFolder) -> Iterator[Table]:
-    """One table per task of a run folder: variant by score, with the difference to the control."""
+    """One table per task of a run: variants by scores, below each its difference to the control."""
     for found in tables([run]):
         table = Table(
             title=Text(f"{found.task} ({', '.join(name for name, _ in found.groups)})"),
@@ -25,7 +25,7 @@ def run_tables(run: RunFolder) -> Iterator[Table]:
         )
         table.add_column("model", no_wrap=True)
         for column in found.columns:
-            name = column.head if len(found.groups) == 1 else f"{column.metric} {column.head}"
+            name = column.head if len(found.groups) == 1 else f"{column.metric}\n{column.head}"
             table.add_column(Text(name), justify="right")
         for _, rows in found.bodies:
             for row in rows:
@@ -58,4 +58,4 @@ def eval_table(record: EvalRecord) -> Table:
 def _cell_text(cell: Cell) -> str:
     if cell.value is None:
         return "not run"
-    return f"{cell.value:.3f}" + ("" if cell.difference is None else f" ({cell.difference:+.2f})")
+    return f"{cell.value:.3f}" + ("" if cell.difference is None else f"\n{cell.difference:+.3f}")

@@ -52,13 +52,10 @@ def run(
     if dry_run:
         from hf_posenc.preview import command_lines, downloads
 
-        say(f"recipe {loaded.name} is valid; nothing was read from a network or written")
-        say("commands that do the same step by step:")
-        for line in command_lines(loaded, folder, recipe, settings or ()):
-            print(line)
-        say("fetched when it runs, unless cached:")
-        for line in downloads(loaded):
-            print(f"# {line}")
+        print(f"# {loaded.name} is a valid recipe; step by step it is the same as")
+        print(*command_lines(loaded, folder, recipe, settings or ()), sep="\n")
+        print("# fetched when it runs, unless cached:")
+        print(*(f"#   {line}" for line in downloads(loaded)), sep="\n")
         return
     from hf_posenc import pipeline
 

@@ -32,6 +32,7 @@ _NEEDLE_COLOURS = LinearSegmentedColormap.from_list(
     "needles", ["#b3261e", "#ec8f5e", "#f7ecd0", "#7fc7a4", "#00785a"]
 )
 _PLAN_COLOURS = "viridis"
+_LEGEND_WIDTH = 112  # characters, with 8 per entry for its line and the gap
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ def loss_by_position(
                 axis.set_title(title)
         axes[0].set_ylabel("loss (nats per token)")
         handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper left", ncols=min(4, len(labels)))
+        columns = max(1, min(len(labels), _LEGEND_WIDTH // (max(map(len, labels)) + 8)))
+        figure.legend(handles, labels, loc="outside upper left", ncols=columns)
         return figure
 
 

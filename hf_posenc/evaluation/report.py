@@ -61,7 +61,7 @@ def render(runs: Sequence[RunFolder]) -> str:
         _environment()
         .get_template("report.html.j2")
         .render(
-            title="Comparison of conversions" if several else f"{first.model}, {first.scheme}",
+            title="Comparison of conversions" if several else f"{first.scheme} on {first.model}",
             verdict=comparison(runs) if several else verdict(first),
             warnings=warnings(runs),
             several=several,
@@ -122,6 +122,9 @@ def _facts(run: RunFolder, heal: Mapping[str, Any] | None) -> Iterator[tuple[str
     machines = [record.provenance for record in run.evals.values()]
     machines += [record.get("provenance", {}) for record in run.heals.values()]
     if machines:
+        machine = machines[0].get("machine") or {}
+        name = machine.get("accelerator") or f"{machine.get('cpu')}, {machine.get('cores')} cores"
+        yield "machine", str(name)
         yield "date", str(machines[0].get("date", "not recorded"))[:10]
 
 

@@ -15,6 +15,7 @@ LOSS_TASK = "ppl_bins"
 _METRICS = {
     "nll": "nats per answer token",
     "em": "exact match",
+    "em_strict": "exact match, spaces included",
     "acc": "forced choice",
     "margin": "margin over the best wrong answer (nats)",
 }
@@ -177,11 +178,17 @@ def _cell(run: RunFolder, variant: str, reference: str | None, column: Column) -
     if base is None:
         return Cell(score.value, score.stderr, score.n)
     difference = score.value - base.value
-    judgement: Judgement = "better" if (difference > 0) == column.higher_is_better else "worse"
-    error = math.hypot(score.stderr or 0.0, base.stderr or 0.0)
-    if column.higher_is_better is None or abs(difference) <= 2 * error:
-        judgement = "same"
-    return Cell(score.value, score.stderr, score.n, difference, judgement)
+    return Cell(score.value, score.stderr, score.n, difference, _judge(score, base, column))
+
+
+def _judge(score: Score, base: Score, column: Column) -> Judgement:
+    """Whether a difference exceeds two standard errors; "" where an error is unknown."""
+    if score.stderr is None or base.stderr is None or column.higher_is_better is None:
+        return ""
+    difference = score.value - base.value
+    if abs(difference) <= 2 * math.hypot(score.stderr, base.stderr):
+        return "same"
+    return "better" if (difference > 0) == column.higher_is_better else "worse"
 
 
 def _other_columns(scores: Sequence[Score]) -> list[Column]:

@@ -96,7 +96,8 @@ def _gap(one: Mean, other: Mean) -> str:
     gap = one[0] - other[0]
     if one[1] is not None and other[1] is not None and abs(gap) <= 2 * math.hypot(one[1], other[1]):
         return f"is within two standard errors ({gap:+.3f} nats per token) of"
-    return f"is {abs(gap):.2f} nats per token {'worse' if gap > 0 else 'better'} than"
+    size = f"{abs(gap):.2f}" if abs(gap) >= 0.095 else f"{abs(gap):.3f}"
+    return f"is {size} nats per token {'worse' if gap > 0 else 'better'} than"
 
 
 def _needles(run: RunFolder, variant: str, reference: str) -> str:
