@@ -19,9 +19,12 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hf_posenc.errors import PosencError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 Pairing = Literal["half_split", "interleaved"]
 FORMAT_VERSION = 1
@@ -204,6 +207,16 @@ class PositionPlan:
             )
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise PosencError(f"not a position plan ({type(error).__name__}: {error})") from None
+
+    @classmethod
+    def from_config(cls, config: PreTrainedConfig) -> PositionPlan:
+        """The plan a stock or converted checkpoint's config amounts to, described in words.
+
+        Errors: `PosencError` for a model without rotary tables.
+        """
+        from hf_posenc.checkpoint.read_back import plan_from_config
+
+        return plan_from_config(config)
 
 
 def canonical_json(value: Any) -> str:
