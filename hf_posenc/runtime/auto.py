@@ -191,16 +191,36 @@ class ReorderStoredHeads(ConversionOps):
         return permute_heads(tensor, order if self.saving else inverse_order(order))
 
 
+def reorder_on_save(model: Any, wanted: bool) -> None:
+    """Let saving a patched model re-order q/k rows, or saving an unpatched one leave them.
+
+    A model from `from_pretrained` saves with the conversions it was loaded with, whatever its
+    class has become since; one built from a config asks by model type and needs nothing.
+    """
+    loaded_with = getattr(model, "_weight_conversions", None)
+    if loaded_with is not None:
+        kept = [conversion for conversion in loaded_with if not _reorders(conversion)]
+        model._weight_conversions = [*kept, *_reorderings()] if wanted else kept
+
+
 def _register_conversions(family: str, class_name: str) -> None:
     stock = get_checkpoint_conversion_mapping(class_name) or []
     stock = stock or get_checkpoint_conversion_mapping(family) or []
+    register_checkpoint_conversion_mapping(
+        families.PREFIX + family, [*stock, *_reorderings()], overwrite=True
+    )
+
+
+def _reorderings() -> list[WeightConverter]:
     names = [
         f"self_attn.{name}.{kind}" for name in ("q_proj", "k_proj") for kind in ("weight", "bias")
     ] + ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
-    ours = [WeightConverter(name, name, [ReorderStoredHeads()]) for name in names]
-    register_checkpoint_conversion_mapping(
-        families.PREFIX + family, [*stock, *ours], overwrite=True
-    )
+    return [WeightConverter(name, name, [ReorderStoredHeads()]) for name in names]
+
+
+def _reorders(conversion: Any) -> bool:
+    operations = getattr(conversion, "operations", None) or ()
+    return any(isinstance(operation, ReorderStoredHeads) for operation in operations)
 
 
 def _marked(rope_parameters: dict[str, Any]) -> dict[str, Any]:

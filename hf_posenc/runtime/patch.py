@@ -62,6 +62,7 @@ def unpatch_model(model: Model) -> Model:
     check_switched_on(base, "unpatch_model")
     installed = uninstall(base)
     permute_model(families.attentions_of(families.decoder_of(base)), installed.plan, undo=True)
+    auto.reorder_on_save(base, False)
     base.__class__ = families.causal_lm_class(installed.spec.family)
     _replace_config(base, families.stock_config(base.config))
     return model
@@ -138,6 +139,7 @@ def _check_class(model: Any) -> None:
 def _apply(model: Any, plan: PositionPlan, spec: ModelSpec) -> None:
     install(model, plan, spec)
     permute_model(families.attentions_of(families.decoder_of(model)), plan)
+    auto.reorder_on_save(model, True)
     _replace_config(model, auto.to_posenc_config(model.config, plan))
     model.__class__ = auto.model_class(spec.family)
 
