@@ -63,4 +63,4 @@ heal: {{tokens: 256, rows: 2, lr: 1.0e-2, warmup: 0, heldout_rows: 2, save_steps
 
 def converted(recipe: Recipe, family: str = "llama", **options: Any) -> Any:
     """A tiny model of `family` with the recipe's scheme on."""
-    return patch_model(tiny_model(family, **options), recipe.scheme)
+    return patch_model(tiny_model(family, **{"attn": "sdpa", **options}), recipe.scheme)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -51,28 +50,28 @@ def _kill_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 
 
 def test_healing_lowers_the_loss_and_leaves_a_complete_folder(tmp_path: Path) -> None:
-    options = ("heal.tokens=1920", "heal.heldout_every=10", "heal.lr=3.0e-3")
+    options = ("heal.tokens=7680", "heal.rows=8", "heal.heldout_every=10", "heal.lr=3.0e-3")
     recipe = tiny_recipe(tmp_path, *options, scheme="nope")
     out = tmp_path / "out"
     model = converted(recipe, scale=SOFT)
     record = _heal(recipe, out, model=model)
     written_files = {path.name for path in out.iterdir()}
     assert written_files == {"adapter", "base", "heal.json", "log.jsonl", "loss.png", "recipe.yaml"}
-    assert sum(_losses(record)[-5:]) < 0.6 * sum(_losses(record)[:5])
+    assert sum(_losses(record)[-5:]) < 0.7 * sum(_losses(record)[:5])
 
     written = json.loads((out / "heal.json").read_text())
     assert HealRecord.read(out / "heal.json") == record
     assert (written["schema"], written["kind"], written["variant"]) == (1, "heal", "healed")
     assert written["scheme"] == {"name": "nope"}
-    assert (written["tokens"], written["steps"], written["seed"]) == (1920, 30, 0)
+    assert (written["tokens"], written["steps"], written["seed"]) == (7680, 30, 0)
     assert written["objective"] == {"kl": 1.0}
     assert [entry["step"] for entry in written["log"]] == list(range(1, 31))
-    assert [entry["tokens"] for entry in written["log"]] == list(range(64, 1921, 64))
+    assert [entry["tokens"] for entry in written["log"]] == list(range(256, 7681, 256))
     assert written["log"][0]["lr"] == pytest.approx(3e-3)
     assert [entry["step"] for entry in written["heldout"]] == [0, 10, 20, 30]
     assert all(0 < entry["n_tokens"] <= 62 for entry in written["heldout"])
     assert written["seconds"] == pytest.approx(written["log"][-1]["seconds"], abs=0.01)
-    assert written["tokens_per_second"] == pytest.approx(1920 / written["seconds"])
+    assert written["tokens_per_second"] == pytest.approx(7680 / written["seconds"])
     assert written["peak_memory_bytes"] > 100 * 2**20
     assert written["provenance"]["versions"]["torch"]
     lines = (out / "log.jsonl").read_text().splitlines()
@@ -174,7 +173,7 @@ def test_accumulation_steps_as_one_batch(tmp_path: Path, objective: str) -> None
     )
     assert len(one.log) == 3
     for name in ("loss", "grad_norm"):
-        assert [e[name] for e in one.log] == pytest.approx([e[name] for e in eight.log], rel=2e-5)
+        assert [e[name] for e in one.log] == pytest.approx([e[name] for e in eight.log], rel=1e-4)
 
 
 @pytest.mark.parametrize("checkpointing", ["true", "reentrant"])
@@ -226,19 +225,27 @@ def test_requests_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     for message, bad, options in refused:
         with pytest.raises(PosencError, match=message):
             _heal(bad, out, **options)
-        assert not (out / "heal.json").exists()
+        assert not out.exists()
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
-    recipe = tiny_recipe(tmp_path, "heal.heldout_rows=0", "heal.save_steps=1")
-    model = converted(recipe, scale=SOFT)
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight[0, 0] = math.nan
+    recipe = tiny_recipe(tmp_path, "heal.heldout_rows=0", "heal.save_steps=1", "heal.lr=1e38")
     out = tmp_path / "out"
-    with pytest.raises(PosencError, match=r"loss is nan at step 1.*lower heal\.lr"):
-        _heal(recipe, out, model=model)
+    with pytest.raises(PosencError, match=r"loss is nan at step 2.*lower heal\.lr"):
+        _heal(recipe, out)
     assert [path.name for path in out.iterdir()] == ["checkpoints"]
-    assert not list((out / "checkpoints").glob("checkpoint-*"))
+    saved = [path.name for path in (out / "checkpoints").glob("checkpoint-*")]
+    assert saved == ["checkpoint-1"]
+
+
+def test_a_damaged_model_is_refused(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path)
+    model = converted(recipe)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
+    with pytest.raises(PosencError, match="not finite"):
+        _heal(recipe, tmp_path / "out", model=model)
+    assert not (tmp_path / "out").exists()
 
 
 def test_bfloat16_base_trains_an_fp32_adapter(tmp_path: Path) -> None:

@@ -100,9 +100,7 @@ class HealSection(_Section):
     @classmethod
     def _some_weight(cls, value: dict[str, float]) -> dict[str, float]:
         if not value or any(not 0 <= weight < math.inf for weight in value.values()):
-            raise ValueError(
-                "needs at least one of kl, ce, hidden, each with a weight of 0 or more"
-            )
+            raise ValueError("needs kl, ce or hidden, each with a finite weight of 0 or more")
         positive = {name: weight for name, weight in value.items() if weight > 0}
         if not positive:
             raise ValueError("needs at least one weight above 0")
@@ -260,9 +258,7 @@ def _apply(merged: dict[str, Any], override: str) -> tuple[str, ...]:
     key_path, equals, value = override.partition("=")
     keys = tuple(key_path.strip().split("."))
     if not equals or not all(keys):
-        raise PosencError(
-            f"override {override!r}: write it as key.path=value, e.g. heal.tokens=4096"
-        )
+        raise PosencError(f"override {override!r}: write key.path=value, e.g. heal.tokens=4096")
     section: Any = merged
     for depth, key in enumerate(keys[:-1]):
         below = section.get(key, {})

@@ -88,6 +88,8 @@ def _misfit(model: Any, head: VocabularyHead | None) -> str | None:
     ids = torch.randint(embeddings.shape[0], (1, 12), generator=generator).to(embeddings.device)
     with last_hidden_state(model.get_decoder()) as seen:
         logits = model(input_ids=ids, use_cache=False).logits.float()
+    if not logits.isfinite().all():
+        raise PosencError(f"{type(model).__name__}: its logits are not finite; is it damaged?")
     mine = head(seen[0]).float()
     if mine.shape != logits.shape:
         return f"its head gives logits of another shape, {tuple(mine.shape)}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from hf_posenc.heal.record import HealRecord
 
 CHECKPOINTS = "checkpoints"
 _CLAIM = "recipe.yaml"
+_STEPS = "checkpoint-*"
 
 
 def finished_record(out: Path, recipe: Recipe, variant: str) -> HealRecord | None:
@@ -38,32 +41,41 @@ def finished_record(out: Path, recipe: Recipe, variant: str) -> HealRecord | Non
     return None
 
 
-def claim_folder(out: Path, recipe: Recipe, variant: str) -> Path:
-    """Make `out`/checkpoints for this recipe and return it; an interrupted run of it is kept.
+@contextmanager
+def claimed_folder(out: Path, recipe: Recipe, variant: str) -> Iterator[Path]:
+    """Make `out`/checkpoints for this recipe; an interrupted run of it is kept.
 
+    When the block fails before there is a checkpoint to resume from, the folder is taken away.
     Errors: `PosencError` when the checkpoints there were made by another recipe, naming the first
     key that differs.
     """
     checkpoints = out / CHECKPOINTS
     claim = checkpoints / _CLAIM
     wanted = {"variant": variant, **recipe.model_dump(mode="json", exclude={"name", "eval"})}
-    if claim.is_file():
-        found = yaml.safe_load(claim.read_text(encoding="utf-8"))
-        if found != wanted:
-            raise PosencError(
-                f"{checkpoints}: made by another recipe ({_difference(found, wanted)}); "
-                "remove it to start anew, or choose another output"
-            )
-    else:
-        if checkpoints.is_dir() and any(checkpoints.iterdir()):
-            raise PosencError(f"{checkpoints}: not made by this program; choose another output")
-        write_text(claim, yaml.safe_dump(wanted, sort_keys=False))
-    return checkpoints
+    if checkpoints.is_dir() and not claim.is_file() and any(checkpoints.iterdir()):
+        raise PosencError(f"{checkpoints}: not made by this program; choose another output")
+    found = yaml.safe_load(claim.read_text(encoding="utf-8")) if claim.is_file() else wanted
+    if found != wanted and any(checkpoints.glob(_STEPS)):
+        raise PosencError(
+            f"{checkpoints}: made by another recipe ({_difference(found, wanted)}); "
+            "remove it to start anew, or choose another output"
+        )
+    if found != wanted:
+        shutil.rmtree(checkpoints)
+    write_text(claim, yaml.safe_dump(wanted, sort_keys=False))
+    try:
+        yield checkpoints
+    except BaseException:
+        if not any(checkpoints.glob(_STEPS)):
+            shutil.rmtree(checkpoints)
+            if not any(out.iterdir()):
+                out.rmdir()
+        raise
 
 
 def last_checkpoint(checkpoints: Path) -> str | None:
     """The newest complete checkpoint; one cut short by a kill is removed."""
-    found = sorted(checkpoints.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    found = sorted(checkpoints.glob(_STEPS), key=lambda path: int(path.name.split("-")[1]))
     while found:
         newest = found.pop()
         if _is_complete(newest):

@@ -29,7 +29,7 @@ from hf_posenc.heal.data import PackedRows, Row, collate, heldout_rows
 from hf_posenc.heal.objective import Objective
 from hf_posenc.heal.progress import HeldOut, Progress, heldout_log, training_log
 from hf_posenc.heal.record import HealRecord
-from hf_posenc.heal.resume import claim_folder, finished_record, last_checkpoint
+from hf_posenc.heal.resume import claimed_folder, finished_record, last_checkpoint
 from hf_posenc.plan import PositionPlan
 from hf_posenc.provenance import collect
 from hf_posenc.runtime.patch import get_plan, patch_model
@@ -59,6 +59,7 @@ class HealTrainer(Trainer):
         progress: Progress,
     ) -> None:
         super().__init__(model=model, args=args, train_dataset=rows, data_collator=collate)
+        self.healing = model
         self.objective: Objective = objective
         self.heldout = heldout
         self.heal = heal
@@ -141,7 +142,7 @@ class HealTrainer(Trainer):
     ) -> None:
         # The Trainer's own saving asks the hub whether the embeddings were resized.
         folder = Path(output_dir or self.args.output_dir)  # type: ignore[arg-type]
-        self.model.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)  # type: ignore[union-attr, operator]
+        self.healing.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)
 
 
 def heal(
@@ -173,36 +174,59 @@ def heal(
     heldout = heldout_rows(recipe.data, tokenizer, count=recipe.heal.heldout_rows)
     model = _load(recipe, variant) if model is None else model
     _check_model(model, recipe, variant)
-    plan = get_plan(model)
 
-    checkpoints = claim_folder(out, recipe, variant)
-    base = _saved_base(model, tokenizer, checkpoints)
+    with claimed_folder(out, recipe, variant) as checkpoints:
+        base = _saved_base(model, tokenizer, checkpoints)
+        trainer = _trainer(model, recipe, variant, rows, heldout, checkpoints)
+        try:
+            trainer.train(resume_from_checkpoint=last_checkpoint(checkpoints))
+        finally:
+            trainer.progress.close()
+        settle_adapter(trainer.healing)
+        record = _record(trainer, recipe, variant)
+        with staged_directory(out, overwrite=True) as stage:
+            _save_adapter(trainer.healing, base, stage, out)
+            record.write(stage)
+            write_text(stage / "recipe.yaml", recipe.to_yaml())
+    return record
+
+
+def _trainer(
+    model: Any,
+    recipe: Recipe,
+    variant: Variant,
+    rows: PackedRows,
+    heldout: Sequence[Row],
+    checkpoints: Path,
+) -> HealTrainer:
     set_seed(recipe.seed)
     healing = attach_adapter(model, recipe.lora, train_norms=recipe.heal.train_norms)
     if recipe.heal.gradient_checkpointing:
         healing.enable_input_require_grads()  # the embeddings are frozen
+    layers = recipe.heal.hidden_layers
+    objective = Objective(
+        healing, recipe.heal.objective, hidden_layers=None if layers == "all" else layers
+    )
     progress = Progress(
         label=f"healing {recipe.name}" if variant == "healed" else f"control of {recipe.name}",
         tokens_per_step=recipe.tokens_per_step,
         live_log=checkpoints / "log.jsonl",
     )
-    trainer = HealTrainer(
+    return HealTrainer(
         model=healing,
-        objective=Objective(
-            healing, recipe.heal.objective, hidden_layers=_hidden_layers(recipe.heal)
-        ),
+        objective=objective,
         rows=rows,
         heldout=heldout,
         heal=recipe.heal,
         args=_arguments(recipe, checkpoints),
         progress=progress,
     )
-    try:
-        trainer.train(resume_from_checkpoint=last_checkpoint(checkpoints))
-    finally:
-        progress.close()
-    settle_adapter(healing)
-    record = HealRecord(
+
+
+def _record(trainer: HealTrainer, recipe: Recipe, variant: Variant) -> HealRecord:
+    plan = get_plan(trainer.healing)
+    history = trainer.state.log_history
+    return HealRecord(
         variant=variant,
         model=recipe.model,
         scheme=None if plan is None else plan.scheme_dict,
@@ -212,19 +236,14 @@ def heal(
         tokens=trainer.tokens_seen,
         steps=trainer.state.global_step,
         seed=recipe.seed,
-        seconds=progress.seconds,
-        tokens_per_second=trainer.tokens_seen / progress.seconds,
+        seconds=trainer.progress.seconds,
+        tokens_per_second=trainer.tokens_seen / trainer.progress.seconds,
         peak_memory_bytes=peak_memory_bytes(),
-        trainable_parameters=trainable_parameters(healing),
-        log=training_log(trainer.state.log_history),
-        heldout=heldout_log(trainer.state.log_history),
+        trainable_parameters=trainable_parameters(trainer.healing),
+        log=training_log(history),
+        heldout=heldout_log(history),
         provenance=collect(seed=recipe.seed, tokens=trainer.tokens_seen),
     )
-    with staged_directory(out, overwrite=True) as stage:
-        _save_adapter(healing, base, stage, out)
-        record.write(stage)
-        write_text(stage / "recipe.yaml", recipe.to_yaml())
-    return record
 
 
 def peak_memory_bytes() -> int:
@@ -267,10 +286,6 @@ def _check_model(model: Any, recipe: Recipe, variant: str) -> None:
         raise PosencError(
             f"data.row_tokens is {recipe.data.row_tokens}, the model reads at most {longest} tokens"
         )
-
-
-def _hidden_layers(heal: HealSection) -> Sequence[int] | None:
-    return None if heal.hidden_layers == "all" else heal.hidden_layers
 
 
 def _arguments(recipe: Recipe, checkpoints: Path) -> TrainingArguments:
