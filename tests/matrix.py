@@ -111,10 +111,12 @@ TOLERANCES: dict[str, Tolerance] = {
     ),
     "reordered_long_sum": Tolerance(3e-5, "the same over rows of 300 tokens"),
     "cached": Tolerance(
-        1e-5, "matrix products of other shapes (3 rows or 1 instead of T) round differently"
+        3e-5,
+        "matrix products of other shapes (3 rows or 1 instead of T) round differently (1e-6), "
+        "carried through four layers of sharp attention",
     ),
     "batched": Tolerance(
-        1e-5, "other row counts, and masked slots that add exact zeros to longer sums"
+        3e-5, "the same for other row counts, and masked slots that lengthen sums by exact zeros"
     ),
     "kernel": Tolerance(1e-5, "eager, sdpa and flex sum the same softmax in different orders"),
     "reference": Tolerance(

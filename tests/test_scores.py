@@ -52,7 +52,7 @@ ROW_IDS = (
 
 @torch.no_grad()
 def attention_and_inputs(model: Any, positions: tuple[int, ...]) -> tuple[Any, list[torch.Tensor]]:
-    """Attention probabilities [1, H, T, T] and the input [1, T, hidden] of every layer's attention."""
+    """Attention probabilities [1, H, T, T] and the attention's input [1, T, hidden], per layer."""
     inputs: list[torch.Tensor] = []
 
     def keep(module: Any, args: Any, kwargs: dict[str, Any]) -> None:

@@ -95,15 +95,17 @@ def spec_from_model(model: PreTrainedModel) -> ModelSpec:
     if config.model_type.startswith(PREFIX):
         return spec_from_config(config)
     rotary: Any = decoder.rotary_emb
-    table = getattr(rotary, "inv_freq", None)
-    if table is not None and (table.dtype != torch.float32 or table.device.type == "meta"):
-        if table.device.type != "meta":
-            warnings.warn(
-                f"{type(model).__name__}: its RoPE frequencies were rounded to {table.dtype} by a "
-                "cast of the whole model; hf_posenc computes them again in float32 (load with "
-                "dtype=... instead of calling .to(dtype))",
-                stacklevel=3,
-            )
+    tables = list(rotary.buffers())
+    offloaded = any(table.device.type == "meta" for table in tables)
+    rounded = [table.dtype for table in tables if torch.finfo(table.dtype).bits < 32]
+    if rounded and not offloaded:
+        warnings.warn(
+            f"{type(model).__name__}: its RoPE frequencies were rounded to {rounded[0]} by a cast "
+            "of the whole model; hf_posenc computes them again in float32 (load with dtype=... "
+            "instead of calling .to(dtype))",
+            stacklevel=3,
+        )
+    if rounded or offloaded:
         rotary = build_stock_rotary(config)
     return _spec(config, rotary)
 

@@ -97,7 +97,7 @@ def install(model: Any, plan: PositionPlan, spec: ModelSpec, *, loaded: bool = F
     )
     installed = Installation(plan, spec, None if loaded else original)
     for index, attention in enumerate(attentions):
-        hook = PickTable(rotary.switch, planned_index[index], base_index[index])
+        hook = PickTable(rotary.switch, planned_index[index], len(planned) + base_index[index])
         handle = attention.register_forward_pre_hook(hook, with_kwargs=True)
         installed.remove.append(handle.remove)
     rotary.installation = installed

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_posenc.errors import PosencError
 from hf_posenc.plan import DynamicNTK, LayerPlan, LongFactors
 from hf_posenc.runtime.families import TableLayout
 
@@ -30,8 +31,9 @@ class PosencRotaryEmbedding(nn.Module):
     """Computes every distinct (cos, sin) of a plan once per forward call.
 
     planned, base   the distinct layers of the plan and of the model's own encoding
-    Returns a tuple with one (cos, sin) pair per distinct layer, each [B or 1, T, 2F] (in the
-    family's own layout), in the dtype of `x`: the plan's while the switch is on, else the base's.
+    Returns one (cos, sin) pair per distinct layer, each [B or 1, T, 2F] (in the family's own
+    layout) and in the dtype of `x`: the plan's, then None for each of the base's, while the switch
+    is on; else the other way round.
 
     The class name and the attributes `rope_type`, `config`, `original_inv_freq` and
     `compute_default_rope_parameters` are what transformers looks for when it restores
@@ -75,10 +77,11 @@ class PosencRotaryEmbedding(nn.Module):
 
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
-    ) -> tuple[Table, ...]:
-        first, last = (0, self.num_planned) if self.switch.active else (self.num_planned, None)
+    ) -> tuple[Table | None, ...]:
+        active = self.switch.active
         return tuple(
-            self._table(index, x, position_ids) for index in range(len(self.kinds))[first:last]
+            self._table(index, x, position_ids) if (index < self.num_planned) == active else None
+            for index in range(len(self.kinds))
         )
 
     def _table(self, index: int, x: torch.Tensor, position_ids: torch.Tensor) -> Table:
@@ -124,7 +127,12 @@ class PosencRotaryEmbedding(nn.Module):
 
 
 class PickTable:
-    """Forward pre-hook of one attention module: keeps the (cos, sin) of its own layer."""
+    """Forward pre-hook of one attention module: keeps the (cos, sin) of its own layer.
+
+    planned, base   where its two tables lie in what the rotary module returns
+    Errors: `PosencError` when a checkpointed layer is computed again on the other side of an
+    `unpatched` block than it first ran on: its gradients would be those of another model.
+    """
 
     def __init__(self, switch: PlanSwitch, planned: int, base: int) -> None:
         self.switch, self.planned, self.base = switch, planned, base
@@ -132,8 +140,13 @@ class PickTable:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        index = self.planned if self.switch.active else self.base
-        return args, {**kwargs, "position_embeddings": kwargs["position_embeddings"][index]}
+        table = kwargs["position_embeddings"][self.planned if self.switch.active else self.base]
+        if table is None:
+            raise PosencError(
+                "the backward pass of a checkpointed forward must run on the same side of the "
+                "unpatched(model) block as the forward did; call backward() inside the block"
+            )
+        return args, {**kwargs, "position_embeddings": table}
 
 
 def _dynamic_ntk(stretch: DynamicNTK, inv_freq: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
