@@ -52,6 +52,7 @@ def test_null_schemes_plan_exactly_the_checkpoint(name):
         ("rope", {}),
         ("p_rope", {"p": 1}),
         ("partial", {"fraction": base.rotary_dim / base.head_dim}),
+        ("partial", {"fraction": base.rotary_dim / base.head_dim, "pairs": "raw"}),
         ("interleaved", {}),
         ("dual", {"theta_local": None, "theta_global": None}),
     ]:
