@@ -1,4 +1,4 @@
-"""A plan applied to vectors in float64: what the runtime does to q and k, without a model."""
+"""A plan applied to vectors: what the runtime does to q and k, without a model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from hf_posenc.model_spec import ModelSpec
 from hf_posenc.plan import LayerPlan
+from hf_posenc.runtime.rotary import PosencRotaryEmbedding
 
 
 def spec_of(head_dim: int, layers: int = 1, theta: float = 1e4, **rope) -> ModelSpec:
@@ -42,6 +43,12 @@ def apply_layer(layer: LayerPlan, x: torch.Tensor, positions: torch.Tensor) -> t
     cos, sin = angles.cos() * layer.rope_scale, angles.sin() * layer.rope_scale
     first, second, rest = x[:, :half], x[:, half : 2 * half], x[:, 2 * half :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def plan_table(layer: LayerPlan, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cos, sin) [..., T, 2F] in float32, as the runtime's own module makes them."""
+    rotary = PosencRotaryEmbedding(None, (layer,), (layer,), "half_split")
+    return rotary(torch.zeros(1), positions)[0]
 
 
 def plan_scores(

@@ -8,14 +8,13 @@ import pytest
 import reference
 import torch
 import transformers
-from plan_math import in_memory, llama_config, plan_scores, spec_of
+from plan_math import in_memory, llama_config, plan_scores, plan_table, spec_of
 from scheme_specs import LLAMA3, spec
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_posenc.errors import PosencError
 from hf_posenc.plan import LayerPlan, LongFactors
-from hf_posenc.runtime.rotary import PosencRotaryEmbedding
 from hf_posenc.schemes import make_scheme
 
 POSITIONS = torch.tensor([[0, 1, 2, 37, 4095, 32_768, 99_999]])
@@ -47,8 +46,7 @@ def stock(family: str, head_dim: int, fraction: float, theta: float):
 
 def rotate_as_planned(layer: LayerPlan, x: torch.Tensor) -> torch.Tensor:
     """[T, D] float32 through the runtime's table and stock Llama's rotation, in memory order."""
-    rotary = PosencRotaryEmbedding(None, (layer,), (layer,), "half_split")
-    ((cos, sin),) = rotary(x, POSITIONS)
+    cos, sin = plan_table(layer, POSITIONS)
     memory = in_memory(layer, x)[None, None]
     return apply_rotary_pos_emb(memory, memory, cos, sin)[0][0, 0]
 

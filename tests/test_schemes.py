@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_posenc.model_spec import ModelSpec
 from hf_posenc.plan import DynamicNTK, LongFactors
-from hf_posenc.schemes import compose, make_scheme
+from hf_posenc.schemes import make_scheme
 
 POSITIONS = torch.tensor([0, 1, 2, 3, 37, 1000, 4095, 99_999])
 
@@ -311,66 +311,6 @@ class TestDual:
     def test_a_layer_without_rotation_gets_none(self):
         layers = layers_of(spec("smollm3"), "dual", every=2)
         assert [layer.num_rotated for layer in layers] == [8, 8, 8, 0] * 2
-
-
-class TestLayerLimit:
-    @pytest.mark.parametrize(
-        ("name", "options"),
-        [
-            ("rope", {"theta": 1e6}),
-            ("partial", {"pairs": "raw"}),
-            ("p_rope", {}),
-            ("nope", {}),
-            ("dual", {"every": 2, "theta_local": 5e5}),
-            ("interleaved", {"preserve": False}),
-        ],
-    )
-    def test_other_layers_stay_the_checkpoints(self, name, options):
-        base = spec("llama")
-        everywhere = layers_of(base, name, **options)
-        limited = layers_of(base, name, **options, layers="1-2,7")
-        for index in range(8):
-            expected = everywhere if index in (1, 2, 7) else base.layers
-            assert limited[index] == expected[index]
-        assert limited != base.layers
-
-
-class TestCompose:
-    def test_each_group_has_its_scheme_and_the_rest_stays(self):
-        base = spec("llama")
-        plan = compose(
-            [
-                {"layers": "0-1", "scheme": {"name": "p_rope", "p": 0.5}},
-                {"layers": [4], "scheme": "nope"},
-                {"layers": "every:8", "scheme": make_scheme("partial", pairs="raw")},
-            ]
-        ).build(base)
-        assert plan.layers[:2] == layers_of(base, "p_rope", p=0.5)[:2]
-        assert plan.layers[4] == layers_of(base, "nope")[4]
-        assert plan.layers[7] == layers_of(base, "partial", pairs="raw")[7]
-        for index in (2, 3, 5, 6):
-            assert plan.layers[index] == base.layers[index]
-        assert plan.scheme_dict["groups"][1] == {"layers": [4], "scheme": {"name": "nope"}}
-
-    def test_a_scheme_in_a_group_counts_layers_of_the_whole_model(self):
-        groups = [{"layers": "2-6", "scheme": {"name": "nope_interleaved", "every": 2}}]
-        layers = compose(groups).build(spec("llama")).layers
-        assert [i for i, layer in enumerate(layers) if not layer.rotated] == [3, 5]
-
-    def test_nests_and_can_be_limited(self):
-        inner = {"name": "compose", "groups": [{"layers": "0-3", "scheme": "nope"}]}
-        layers = make_scheme(
-            "compose", layers="1-7", groups=[{"layers": "0-2", "scheme": inner}]
-        ).build(spec("llama"))
-        assert [i for i, layer in enumerate(layers.layers) if not layer.rotated] == [1, 2]
-
-    def test_stored_pairing_is_interleaved_only_when_a_group_is_the_whole_model(self):
-        whole = compose([{"layers": "all", "scheme": "interleaved"}]).build(spec("llama"))
-        assert whole == make_scheme("interleaved").build(spec("llama"))
-        re_pair = {"name": "interleaved", "preserve": False}
-        some = compose([{"layers": "0-3", "scheme": re_pair}]).build(spec("llama"))
-        assert some.pairing == "half_split"
-        assert some.layers[0].permutation is not None
 
 
 def test_plans_carry_their_scheme_and_base():

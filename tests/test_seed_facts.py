@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from plan_math import apply_layer, llama_config, plan_scores, spec_of
+from plan_math import apply_layer, llama_config, plan_scores, plan_table, spec_of
 from torch import nn
 from transformers import LlamaForCausalLM, SmolLM3Config
 
 from hf_posenc import patch_model
 from hf_posenc.checkpoint.permute import interleaved_order
 from hf_posenc.plan import LayerPlan
-from hf_posenc.runtime.rotary import PosencRotaryEmbedding
 from hf_posenc.schemes import make_scheme
 
 TWENTY_DEGREES = math.radians(20)
@@ -31,13 +30,6 @@ def score(layer: LayerPlan, q: list[float], k: list[float], m: int, n: int) -> f
         layer, torch.tensor([q]), torch.tensor([k]), torch.tensor([m]), torch.tensor([n])
     )
     return scores.item() * math.sqrt(len(q))
-
-
-def table(layer: LayerPlan, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin) [positions, 2F] as the runtime makes them."""
-    rotary = PosencRotaryEmbedding(None, (layer,), (layer,), "half_split")
-    ((cos, sin),) = rotary(torch.zeros(1), torch.arange(positions)[None])
-    return cos[0], sin[0]
 
 
 def three(values: list[float]):
@@ -80,13 +72,13 @@ class TestRotation:
 
     def test_tables(self):
         (layer,) = make_scheme("rope").build(spec_of(8)).layers
-        cos, sin = table(layer, 3)
+        cos, sin = plan_table(layer, torch.arange(3))
         assert cos[2, :4].tolist() == pytest.approx(
             [-0.416147, 0.980067, 0.9998, 0.999998], abs=1e-6
         )
         assert sin[2, :4].tolist() == pytest.approx([0.909297, 0.198669, 0.019999, 0.002], abs=1e-6)
         (wide,) = make_scheme("rope").build(spec_of(128)).layers
-        cos, sin = table(wide, 1024)
+        cos, sin = plan_table(wide, torch.arange(1024))
         # One column per pair; the family wants each of the 64 twice, side by side in halves.
         assert cos[:, :64].shape == sin[:, :64].shape == (1024, 64)
         assert torch.equal(cos[:, :64], cos[:, 64:])
