@@ -49,7 +49,7 @@ def read_json(path: Path | str) -> Any:
         raise PosencError(f"{path}: no such file") from None
     except IsADirectoryError:
         raise PosencError(f"{path}: is a folder, not a JSON file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PosencError(f"{path}: not valid JSON ({error}); restore or re-create it") from None
 
 

@@ -111,11 +111,12 @@ def _tensor(name: str, value: Any, offset: int, path: Path) -> StoredTensor:
         dtype, shape, (start, end) = value["dtype"], value["shape"], value["data_offsets"]
         numbers = [*shape, start, end]
         whole = all(type(number) is int and number >= 0 for number in numbers)
+        bits = _BITS[dtype]
     except (KeyError, TypeError, ValueError):
-        whole, dtype, shape, start, end = False, None, (), 0, 0
-    if not whole or dtype not in _BITS:
-        raise PosencError(f"{path}: damaged entry for tensor {name!r} in its header ({value})")
-    if 8 * (end - start) != math.prod(shape) * _BITS[dtype]:
+        whole, dtype, shape, start, end, bits = False, "", (), 0, 0, 0
+    if not whole:
+        raise PosencError(f"{path}: damaged entry for tensor {name!r} in its header")
+    if 8 * (end - start) != math.prod(shape) * bits:
         raise PosencError(
             f"{path}: tensor {name!r} of {dtype} {list(shape)} cannot fill {end - start} bytes; "
             "the header is damaged"
