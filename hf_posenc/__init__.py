@@ -6,6 +6,7 @@ else; no class or function of transformers is changed.
 
 from hf_posenc.checkpoint.adapter import load_adapter, save_adapter
 from hf_posenc.checkpoint.io import load_model
+from hf_posenc.checkpoint.stream import convert_checkpoint
 from hf_posenc.errors import PosencError
 from hf_posenc.model_spec import ModelSpec
 from hf_posenc.plan import LayerPlan, PositionPlan
@@ -19,6 +20,7 @@ __all__ = [
     "ModelSpec",
     "PosencError",
     "PositionPlan",
+    "convert_checkpoint",
     "get_plan",
     "list_schemes",
     "load_adapter",

@@ -132,7 +132,7 @@ def test_a_conversion_carries_licence_and_origin(tmp_path: Path) -> None:
     assert "- source: `my-base`" in body
     assert str(tmp_path) not in (out / "README.md").read_text()
     assert "# out\n" in body
-    assert "other, my-terms. See `LICENSE`." in body
+    assert "`other`, `my-terms`. See `LICENSE`." in body
     digest = json.loads((out / "config.json").read_text())["posenc"]["plan"]
     assert PositionPlan.from_json(digest).digest in body
 

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from matrix import BY_ID, FAMILIES, SCHEMES, SchemeRow, options_for
 from patching import patch
 from safetensors import safe_open
@@ -177,6 +179,27 @@ def test_companions_come_along_and_the_rest_stays(tmp_path: Path) -> None:
     assert _files(result).keys() == shards | ours | taken.keys() | {"generation_config.json"}
     with_code = _convert(source, tmp_path / "code", "nope", keep_code=True)
     assert _files(with_code).keys() - _files(result).keys() == {"modeling_x.py"}
+
+
+def test_a_hub_id_fetches_what_is_needed_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = _save("llama", tmp_path / "source")
+    needed = [path.name for path in source.iterdir()]
+    needed += ["tokenizer.json", "LICENSE", "README.md", "additional_chat_templates/x.jinja"]
+    others = ["pytorch_model.bin", "consolidated.safetensors", "original/model.safetensors"]
+    others += ["adapter_model.safetensors", "modeling.py", "model.gguf", "onnx/model.onnx"]
+    asked: list[str] = []
+
+    def snapshot_download(repo: str, **filters: Any) -> str:
+        assert repo == "owner/name"
+        asked.extend(filter_repo_objects(needed + others, **filters))
+        return str(source)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    out = convert_checkpoint("owner/name", tmp_path / "out", "nope", progress=False)
+    assert sorted(asked) == sorted(needed)
+    assert (out / "model.safetensors.index.json").is_file()
 
 
 def test_an_empty_output_folder_is_used_and_a_relative_one_too(

@@ -193,7 +193,7 @@ def _score(score: Mapping[str, Any]) -> str:
 
 def _licence_text(folder: Path, base: Origin) -> str:
     files = sorted({path.name for glob in _LICENCE_FILES for path in Path(folder).glob(glob)})
-    stated = ", ".join(base.licence[key] for key in _LICENCE_KEYS[:2] if key in base.licence)
+    stated = ", ".join(_code(base.licence[key]) for key in _LICENCE_KEYS[:2] if key in base.licence)
     terms = (
         f"That of the base: {stated}." if stated else "That of the base, which states none here."
     )
