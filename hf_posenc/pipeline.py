@@ -27,7 +27,7 @@ from hf_posenc.estimate import (
     model_bytes,
 )
 from hf_posenc.evaluation.harness import evaluate
-from hf_posenc.evaluation.load import ForeignTasks
+from hf_posenc.evaluation.load import check_foreign
 from hf_posenc.evaluation.report import write_report
 from hf_posenc.evaluation.run_folder import RunFolder, read_run
 from hf_posenc.evaluation.suites import PlannedTask, plan_tasks
@@ -128,7 +128,8 @@ def _checked_tasks(recipe: Recipe, spec: ModelSpec, tokenizer: Any) -> list[Plan
     if not scored_variants(recipe):
         return []
     planned, foreign = plan_tasks(*_task_request(recipe), recipe.eval.limit)
-    ForeignTasks(foreign)
+    if foreign:
+        check_foreign(foreign)
     for task in planned:
         if task.length > spec.max_positions:
             raise PosencError(

@@ -87,7 +87,7 @@ def plan_rows(plan: PositionPlan) -> list[PlanRow]:
     ]
 
 
-def plan_table(plan: PositionPlan, title: str) -> Table:
+def plan_table(plan: PositionPlan) -> Table:
     """The plan as a rich table; columns that say nothing in every row are left out."""
     rows = plan_rows(plan)
     columns = [
@@ -102,7 +102,7 @@ def plan_table(plan: PositionPlan, title: str) -> Table:
     shown = [
         (head, name) for head, name, dull in columns if any(getattr(r, name) != dull for r in rows)
     ]
-    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for head, name in shown:
         table.add_column(head, overflow="fold", justify="left" if name == "layers" else "right")
     for row in rows:

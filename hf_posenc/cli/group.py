@@ -6,10 +6,12 @@ import logging
 import os
 import sys
 import warnings
+from contextlib import AbstractContextManager
 from typing import Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 from typer.core import TyperGroup
 
 from hf_posenc.errors import PosencError
@@ -17,6 +19,7 @@ from hf_posenc.errors import PosencError
 _NOISY = ("transformers", "torch", "peft", "accelerate", "datasets", "huggingface_hub", "lm_eval",
           "lm-eval", "matplotlib", "filelock", "fsspec", "urllib3", "absl")  # fmt: skip
 
+_INTERRUPTED = 130  # what typer makes of Ctrl-C, in versions that do not raise Abort
 # typer carries click inside it or depends on it, by version; its base class is the same in both.
 _USAGE_ERROR: type[Exception] = next(
     kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
@@ -39,13 +42,15 @@ class PosencGroup(TyperGroup):
         except (PosencError, _USAGE_ERROR) as error:
             _fail(_one_line(error), 2)
         except typer.Abort:
-            _fail("interrupted; `run` and `heal` go on from here when called again", 130)
+            code = _INTERRUPTED
         except BrokenPipeError:
             # The reader of the pipe has gone; keep Python from flushing to it once more.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
         except OSError as error:
             _fail(_one_line(error), 2)
+        if code == _INTERRUPTED:
+            _fail("interrupted; `run` and `heal` go on from here when called again", code)
         sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -67,6 +72,11 @@ def screen() -> Console:
 def say(text: str) -> None:
     """A line for the person at the screen: stderr, never read as markup."""
     Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
+
+
+def waiting(text: str) -> AbstractContextManager[object]:
+    """A spinner on stderr while the block works; nothing where no one watches."""
+    return Console(stderr=True).status(Text(text))
 
 
 def debugging() -> bool:

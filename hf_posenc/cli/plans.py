@@ -75,9 +75,9 @@ def show(
         facts = {"model": model, "family": spec.family, "max_positions": spec.max_positions}
         print(json.dumps({**facts, **plan_summary(plan), "plan": plan.to_json()}, indent=2))
     else:
-        title = f"{model}: {plan.label}"
         console = screen()
-        console.print(plan_table(plan, title))
+        console.print(f"{model}: {plan.label}", markup=False, soft_wrap=True)
+        console.print(plan_table(plan))
         console.print(plan_heat(plan))
     if png is not None:
         figure = plan_map(plan, trained_length=spec.max_positions, title=f"{model}: {plan.label}")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_posenc.cli.group import app, say, screen
+from hf_posenc.cli.group import app, say, screen, waiting
 from hf_posenc.cli.options import (
     DtypeOption,
     ModelArgument,
@@ -90,11 +90,12 @@ def convert(
     from hf_posenc.sources import load_pretrained, load_tokenizer
 
     _, plan = read_plan(model, chosen)
-    say(f"converting {model} to {plan.label}")
-    tokenizer = load_tokenizer(model)
-    loaded = patch_model(load_pretrained(model, dtype=wanted), plan)
-    save_converted(loaded, tokenizer, out)
-    say(f"saved; load it with hf_posenc.load_model({str(out)!r})")
+    with waiting(f"loading {model}"):
+        tokenizer = load_tokenizer(model)
+        loaded = patch_model(load_pretrained(model, dtype=wanted), plan)
+    with waiting(f"saving {plan.label}"):
+        save_converted(loaded, tokenizer, out)
+    say(f"{plan.label}; load it with hf_posenc.load_model({str(out)!r})")
     print(out)
 
 
@@ -175,11 +176,12 @@ def evaluate(
     wanted, sizes = checked_dtype(dtype), parse_lengths(lengths)
     if out is not None and out.exists():
         raise PosencError(f"{out}: exists; remove it or choose another --out")
+    from hf_posenc.checkpoint.adapter import base_of_adapter, is_adapter
     from hf_posenc.evaluation import evaluate as score
 
     source: Any = model
     options: dict[str, Any] = {"dtype": wanted, "device": device}
-    tokenizer = None
+    tokenizer: Any = base_of_adapter(model) if is_adapter(model) else None
     if chosen is not None:
         from hf_posenc.runtime.patch import patch_model
         from hf_posenc.show import read_plan
