@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hf_posenc.checkpoint.native.report import Unexportable
-from hf_posenc.checkpoint.native.rope_forms import RopeForm, RopeShape, normalised, spell
+from hf_posenc.checkpoint.native.rope_forms import DROPPED, RopeForm, RopeShape, normalised, spell
 from hf_posenc.errors import PosencError
 from hf_posenc.model_spec import ModelSpec
 from hf_posenc.plan import LayerPlan, PositionPlan
@@ -153,7 +153,11 @@ def form_notes(*forms: RopeForm) -> tuple[str, ...]:
                 f"({form.angle:.1e} rad at position 131072): no stock formula spells them exactly"
             )
         if rope_type == "longrope":
-            notes.append("frequencies are written as longrope factors (1e30 = not rotated)")
+            dropped = DROPPED in form.parameters["short_factor"]
+            notes.append(
+                "frequencies are written as longrope factors"
+                + (f" ({DROPPED:.0e} = not rotated)" if dropped else "")
+            )
             if form.parameters["short_factor"] != form.parameters["long_factor"]:
                 notes.append(
                     "engines choose between short and long factors differently: transformers by "

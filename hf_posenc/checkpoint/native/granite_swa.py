@@ -80,7 +80,7 @@ def _draft(case: Case) -> Draft:
             *form_notes(*forms.values()),
             "GraniteSWA has no sdpa attention: it runs with eager, flex or flash attention",
         ),
-        exact=False,
+        exact=all(form.ulps_off == 0 for form in forms.values()),
         attention="eager",
         angle=max((form.angle for form in forms.values()), default=0.0),
     )

@@ -123,7 +123,8 @@ def _exact_candidates(layer: LayerPlan, shape: RopeShape) -> Iterator[dict[str, 
     if layer.rotated and layer.stretch is None:
         yield from _plain(layer, shape)
         yield from _by_parts(layer, shape)
-    for theta in (shape.theta, *_thetas(layer.inv_freq, shape), 1.0):
+    near = _neighbours(float32(shape.theta), _ULPS)
+    for theta in (shape.theta, *near, *_thetas(layer.inv_freq, shape), 1.0):
         yield _longrope(layer, shape, theta)
 
 

@@ -40,7 +40,7 @@ class Source:
             plan=installed.plan,
             spec=installed.spec,
             config=families.stock_config(self.model.config),
-            weights=self.model.state_dict(),
+            weights=_base_weights(self.model),
         )
 
 
@@ -80,6 +80,15 @@ def merged(model: Any) -> Any:
     for name, parameter in result.named_parameters():
         parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype))
     return result
+
+
+def _base_weights(model: Any) -> dict[str, torch.Tensor]:
+    """The base's own weights under their own names, also while PEFT layers wrap them."""
+    return {
+        name.replace(".base_layer.", ".").replace(".original_module.", "."): value
+        for name, value in model.state_dict().items()
+        if ".lora_" not in name and ".modules_to_save." not in name
+    }
 
 
 def _load(path: str | Path) -> tuple[Any, Path | None]:
