@@ -8,12 +8,13 @@ import math
 import pytest
 import torch
 from evaluation_case import Oracle, tiny_config, tiny_model
+from lm_eval.tasks import TaskManager
 from tiny_tokenizer import tiny_text, tiny_tokenizer
 
 import hf_posenc
 from hf_posenc import resources
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation import EvalRecord, Score, evaluate
+from hf_posenc.evaluation import EvalRecord, Score, evaluate, load
 from hf_posenc.evaluation.statistics import mean_and_stderr, parse_bin_metric, position_bins
 from hf_posenc.evaluation.suites import LENGTHS, SUITES, plan_tasks
 from hf_posenc.evaluation.tasks import KINDS, copy_results, needle_results
@@ -21,11 +22,30 @@ from hf_posenc.evaluation.texts import ESSAYS, FALLBACK, load_text, resolve_sour
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _no_environment_report():
-    """lm-eval asks pip and the system for a report that is not used: seconds per call."""
+def _small_lm_eval(tmp_path_factory):
+    """Spare what takes lm-eval seconds: its own index of 13,000 files, a report on the system."""
+    folder = tmp_path_factory.mktemp("lm_eval_tasks")
+    (folder / "hellaswag.yaml").write_text("task: hellaswag\noutput_type: multiple_choice\n")
+    metadata = {"tokenizer": None}
+    manager = TaskManager(include_path=str(folder), include_defaults=False, metadata=metadata)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "")
+        patch.setattr(load, "_lm_eval_manager", lambda: (manager, metadata))
         yield
+
+
+@pytest.mark.slow
+def test_lm_evals_real_index_knows_its_tasks(monkeypatch):
+    monkeypatch.undo()
+    metadata = {"tokenizer": None}
+    manager = TaskManager(metadata=metadata)
+    monkeypatch.setattr(load, "_lm_eval_manager", lambda: (manager, metadata))
+    load.check_foreign(["hellaswag", "mmlu", "niah_single_1"])
+    with pytest.raises(PosencError, match="did you mean 'hellaswag'"):
+        load.check_foreign(["hellaswga"])
+    # None of ours hides one of theirs.
+    ours = {*KINDS, *SUITES, *(f"{kind}_{length}" for kind in KINDS for length in LENGTHS)}
+    assert not ours & set(manager.all_tasks)
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +236,30 @@ def test_a_model_from_a_folder_scores_as_the_live_one(model, record, text_file, 
     assert loaded.model == tmp_path.name
 
 
+def test_a_healed_adapter_scores_alike_live_and_from_its_folder(text_file, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    from hf_posenc.checkpoint.io import save_converted
+
+    patched = hf_posenc.patch_model(tiny_model(), "nope_interleaved", every=2)
+    save_converted(patched, tiny_tokenizer(), tmp_path / "converted")
+    base = hf_posenc.load_model(tmp_path / "converted")
+    torch.manual_seed(0)
+    adapted = get_peft_model(
+        base, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    )
+    hf_posenc.save_adapter(adapted, tmp_path / "adapter", base=tmp_path / "converted")
+    options = {"tasks": "copytext_300", "limit": 3, "texts": text_file}
+    live = evaluate(adapted, tiny_tokenizer(), **options)
+    loaded = evaluate(str(tmp_path / "adapter"), **options)
+    key = ("copytext", "nll", 300, None)
+    assert values(loaded)[key] == pytest.approx(values(live)[key], abs=1e-6)
+    converted = evaluate(str(tmp_path / "converted"), **options)
+    assert abs(values(converted)[key] - values(live)[key]) > 0.01
+    assert loaded.adapter == str(tmp_path / "adapter")
+    assert live.plan_digest == loaded.plan_digest == converted.plan_digest is not None
+
+
 FOREIGN = """
 task: tiny_choice
 output_type: multiple_choice
@@ -347,8 +391,6 @@ def test_position_bins():
 
 
 def test_task_files_hold_every_kind_and_length():
-    from lm_eval.tasks import TaskManager
-
     manager = TaskManager(include_path=str(resources.tasks_dir()), include_defaults=False)
     expected = {f"{kind}_{length}" for kind in KINDS for length in LENGTHS}
     assert set(manager.all_subtasks) == expected

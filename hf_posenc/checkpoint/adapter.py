@@ -38,6 +38,8 @@ def save_adapter(model: PeftModel, path: Path | str, *, base: Path | str) -> Pat
     stock = type(base_of(model))
     for config in model.peft_config.values():
         config.base_model_name_or_path = location
+        # Without a task type PEFT writes its own auto_mapping over ours.
+        config.task_type = config.task_type or "CAUSAL_LM"
         config.auto_mapping = {
             "base_model_class": stock.__name__,
             "parent_library": stock.__module__,

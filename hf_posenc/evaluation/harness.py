@@ -9,20 +9,30 @@ from typing import Any
 
 import lm_eval
 from lm_eval.models.utils import resolve_max_length
+from transformers import AutoConfig
 
 from hf_posenc import provenance
+from hf_posenc.checkpoint.adapter import base_of_adapter, is_adapter
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.collect import foreign_scores, needles_of, own_scores
-from hf_posenc.evaluation.lm import PosencLM
+from hf_posenc.evaluation.lm import PosencLM, tokenizer_of
 from hf_posenc.evaluation.load import check_foreign, foreign_tasks, own_tasks, quiet
 from hf_posenc.evaluation.record import EvalRecord
 from hf_posenc.evaluation.suites import PlannedTask, plan_tasks
 from hf_posenc.evaluation.tasks import SPLITS
 from hf_posenc.evaluation.texts import load_text, resolve_source
-from hf_posenc.files import read_json
 from hf_posenc.runtime.patch import get_plan
+from hf_posenc.sources import resolve_model
 
 __all__ = ["PosencLM", "evaluate"]
+
+# Errors are ours, and so is the documents' randomness: no global seed is set.
+_OUR_OPTIONS: dict[str, Any] = {
+    "bootstrap_iters": 0,
+    "random_seed": None,
+    "numpy_random_seed": None,
+    "torch_random_seed": None,
+}
 
 
 def evaluate(
@@ -68,9 +78,7 @@ def evaluate(
     check_foreign(foreign)
     _check_lengths(planned, model_or_path, tokenizer, max_length)
     if isinstance(tokenizer or model_or_path, str):
-        from hf_posenc.sources import load_tokenizer
-
-        tokenizer = load_tokenizer(tokenizer or model_or_path)
+        tokenizer = tokenizer_of(tokenizer or model_or_path)
     if any(task.kind in SPLITS for task in planned):
         texts = resolve_source(texts)
     metadata = {"tokenizer": tokenizer, "seed": seed, "texts": texts}
@@ -91,10 +99,8 @@ def evaluate(
     started, cpu_started = time.perf_counter(), time.process_time()
     scores, needles = [], []
     if ours:
-        # The documents are limited already, and their randomness is their own.
-        seeds = {"random_seed": None, "numpy_random_seed": None, "torch_random_seed": None}
         with quiet("lm_eval"):
-            results = _simple_evaluate(lm, *ours, bootstrap_iters=0, **seeds)
+            results = _simple_evaluate(lm, *ours, **_OUR_OPTIONS)
         for task in planned:
             samples = results["samples"][task.name]
             scores += own_scores(task, samples)
@@ -112,7 +118,7 @@ def evaluate(
         variant=variant,
         model=model_name or _model_name(model_or_path),
         **_plan_fields(lm.model),
-        adapter=model_or_path if from_source and _is_adapter(model_or_path) else None,
+        adapter=model_or_path if from_source and is_adapter(model_or_path) else None,
         scores=scores,
         needles=needles,
         cost=cost,
@@ -161,27 +167,16 @@ def _config(model_or_path: Any) -> Any:
     """The configuration of a model or source; None where loading the model has to tell."""
     if not isinstance(model_or_path, str):
         return model_or_path.config
-    from transformers import AutoConfig
-
-    from hf_posenc.sources import resolve_model
-
-    path = resolve_model(model_or_path).path
-    if _is_adapter(path):
-        path = read_json(Path(path) / "adapter_config.json").get("base_model_name_or_path")
+    source = base_of_adapter(model_or_path) if is_adapter(model_or_path) else model_or_path
+    path = resolve_model(source).path
     try:
         return AutoConfig.from_pretrained(path)
-    except Exception:
+    except (OSError, ValueError):
         return None
-
-
-def _is_adapter(path: str) -> bool:
-    return (Path(path) / "adapter_config.json").is_file()
 
 
 def _model_name(model_or_path: Any) -> str:
     if isinstance(model_or_path, str):
-        from hf_posenc.sources import resolve_model
-
         return resolve_model(model_or_path).name
     config = model_or_path.config
     return Path(getattr(config, "_name_or_path", "") or type(model_or_path).__name__).name

@@ -16,10 +16,13 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
+from hf_posenc.checkpoint.adapter import base_of_adapter, is_adapter
+from hf_posenc.checkpoint.io import load_model
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.answer import Answer
 from hf_posenc.evaluation.load import quiet
 from hf_posenc.evaluation.scoring import PrefixScorer
+from hf_posenc.sources import load_tokenizer
 
 # With batch_size > 1, rows up to this many tokens are padded and batched; longer ones run alone.
 BATCHED_LENGTH = 512
@@ -62,9 +65,7 @@ class PosencLM(HFLM):
         if tokenizer is None and not isinstance(pretrained, str):
             raise PosencError("a live model needs its tokenizer: pass tokenizer=...")
         if isinstance(tokenizer or pretrained, str):
-            from hf_posenc.sources import load_tokenizer
-
-            tokenizer = load_tokenizer(tokenizer or pretrained)
+            tokenizer = tokenizer_of(tokenizer or pretrained)
         if isinstance(pretrained, str):
             pretrained = _load(pretrained, device, dtype, attn_implementation)
         # A live model makes HFLM warn about arguments that are settled here.
@@ -155,9 +156,12 @@ class PosencLM(HFLM):
             )
 
 
-def _load(source: str, device: str | None, dtype: Any, attn_implementation: str | None) -> Any:
-    from hf_posenc.checkpoint.io import load_model
+def tokenizer_of(source: str) -> Any:
+    """The tokenizer of a model source; that of its base for an adapter folder."""
+    return load_tokenizer(base_of_adapter(source) if is_adapter(source) else source)
 
+
+def _load(source: str, device: str | None, dtype: Any, attn_implementation: str | None) -> Any:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return load_model(
