@@ -23,7 +23,6 @@ _MOVED = {
     *(f"{name}.{kind}" for name in ("q_proj", "k_proj") for kind in ("weight", "bias")),
     *("q_norm.weight", "k_norm.weight"),
 }
-_UNMOVED = ("v_proj.", "o_proj.", "out_proj.", "dense.")
 
 
 def stored_orders(
@@ -54,11 +53,6 @@ def stored_orders(
                 name = _stored_name(names[id(parameter)], stored, model.base_model_prefix)
                 _check_movable(stored[name], tuple(parameter.shape), short, spec)
                 orders[name] = order
-            elif not short.startswith(_UNMOVED):
-                raise PosencError(
-                    f"{spec.family}: hf_posenc does not know what {short} of its attention does to "
-                    f"the order of features; {plan.label} is not supported on it"
-                )
     return orders
 
 

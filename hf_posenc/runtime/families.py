@@ -156,6 +156,20 @@ def table_layout(rotary: nn.Module, spec: ModelSpec) -> TableLayout:
     raise PosencError(f"{spec.family}: its rotary table has a layout hf_posenc does not know")
 
 
+def pairs_half_split(config: PreTrainedConfig) -> bool:
+    """Whether the family rotates features (i, i + F), read off its own `rotate_half`.
+
+    The table alone does not tell: GLM, Ernie 4.5 and Helium lay theirs out half-split and rotate
+    neighbours. A family without that function counts as one that does not.
+    """
+    module = importlib.import_module(_rotary_class(stock_config(config)).__module__)
+    rotate_half = getattr(module, "rotate_half", None)
+    if rotate_half is None:
+        return False
+    turned = rotate_half(torch.arange(8.0).view(1, 1, 1, 8)).flatten()
+    return turned.tolist() == [-4.0, -5.0, -6.0, -7.0, 0.0, 1.0, 2.0, 3.0]
+
+
 def build_stock_rotary(config: PreTrainedConfig) -> nn.Module:
     """A new rotary module of the family on the CPU, as its own model class would build it."""
     config = copy.deepcopy(stock_config(config))

@@ -72,8 +72,7 @@ def check_fit(model: Any, plan: PositionPlan, spec: ModelSpec) -> None:
             f"{spec.family} {len(attentions)} of {spec.num_frequencies}"
         )
     if plan.permuted or plan.pairing != "half_split":
-        rotary = families.build_stock_rotary(model.config)
-        if families.table_layout(rotary, spec) != "half_split":
+        if not families.pairs_half_split(model.config):
             raise PosencError(
                 f"{spec.family} does not pair features (i, i + rotary_dim/2) in memory; schemes "
                 "that re-pair features are not supported on it"

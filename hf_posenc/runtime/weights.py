@@ -13,6 +13,8 @@ from hf_posenc.plan import PositionPlan
 
 _PROJECTIONS = ("q_proj", "k_proj")
 _NORMS = ("q_norm", "k_norm")
+_KNOWN = ("q_proj.", "k_proj.", "q_norm.weight", "k_norm.weight")
+_UNMOVED = ("v_proj.", "o_proj.", "out_proj.", "dense.")  # behind the scores
 
 
 def check_permutable(attentions: list[nn.Module], plan: PositionPlan) -> None:
@@ -24,13 +26,19 @@ def check_permutable(attentions: list[nn.Module], plan: PositionPlan) -> None:
 
 
 def check_named_projections(attentions: list[nn.Module], what: str) -> None:
-    """Refuse families that fuse q and k into one matrix where rows must move."""
+    """Refuse, where rows must move, fused q/k matrices and weights whose part in it is unknown."""
     for index, attention in enumerate(attentions):
         for name in _PROJECTIONS:
             if getattr(attention, name, None) is None:
                 raise PosencError(
                     f"layer {index} ({type(attention).__name__}) has no {name}: {what} needs q and "
                     "k rows in matrices of their own"
+                )
+        for name, _ in attention.named_parameters():
+            if not name.startswith(_KNOWN + _UNMOVED):
+                raise PosencError(
+                    f"layer {index} ({type(attention).__name__}): hf_posenc does not know whether "
+                    f"{name} depends on the order of features; {what} is not supported on it"
                 )
 
 
