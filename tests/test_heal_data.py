@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,12 @@ from heal_case import word_tokenizer, words, write_texts
 from tiny_models import difference, tiny_model, tokens
 
 from hf_posenc.errors import PosencError
+from hf_posenc.heal import data
 from hf_posenc.heal.config import DataSection, Source
 from hf_posenc.heal.data import IGNORED, PackedRows, collate, heldout_rows, make_row, pack
 from hf_posenc.heal.objective import predicted
 from hf_posenc.runtime.patch import patch_model
+from hf_posenc.sources import Document
 
 
 def _data(
@@ -32,6 +35,10 @@ def _data(
 
 def _take(rows: PackedRows, count: int) -> list[dict[str, torch.Tensor]]:
     return list(itertools.islice(rows, count))
+
+
+def _ids(rows: PackedRows) -> list[list[int]]:
+    return [row["input_ids"].tolist() for row in _take(rows, 30)]
 
 
 def test_a_row_restarts_positions_and_predicts_nothing_across_a_border() -> None:
@@ -67,9 +74,12 @@ def test_every_piece_starts_with_what_the_tokenizer_puts_before_a_text(tmp_path:
 
 
 def test_rows_depend_on_the_seed_alone(tmp_path: Path) -> None:
-    data = _data(write_texts(tmp_path / "texts"))
+    section = _data(write_texts(tmp_path / "texts"))
     first, again, other = (
-        [row["input_ids"].tolist() for row in _take(PackedRows(data, word_tokenizer(), seed=s), 40)]
+        [
+            row["input_ids"].tolist()
+            for row in _take(PackedRows(section, word_tokenizer(), seed=s), 40)
+        ]
         for s in (3, 3, 4)
     )
     assert first == again
@@ -91,10 +101,10 @@ def test_weights_are_shares_of_tokens(tmp_path: Path) -> None:
     for folder, token in ((long, 100), (short, 50)):
         for path in folder.iterdir():
             path.write_text(words([token] * len(path.read_text().split())))
-    data = _data(long, short, short=3.0, long=1.0)
+    section = _data(long, short, short=3.0, long=1.0)
     seen = Counter(
         token
-        for row in _take(PackedRows(data, word_tokenizer(), seed=0), 200)
+        for row in _take(PackedRows(section, word_tokenizer(), seed=0), 200)
         for token in row["input_ids"].tolist()
     )
     assert seen[50] / (seen[50] + seen[100]) == pytest.approx(0.75, abs=0.02)
@@ -113,6 +123,39 @@ def test_held_out_text_never_trains(tmp_path: Path) -> None:
     assert trained == set(range(10, 20)) - held
 
 
+def test_a_stream_is_never_held_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = 0
+
+    def endless(source: str, *, split: str) -> Iterator[Document]:
+        nonlocal read
+        for read in itertools.count(1):
+            yield Document(str(read), words([3 + read % 100] * 40))
+
+    monkeypatch.setattr(data, "iter_texts", endless)
+    section = DataSection(sources=(Source(source="hub:owner/name"),), row_tokens=32, split="train")
+    first, again, other = (
+        [
+            row["input_ids"].tolist()
+            for row in _take(PackedRows(section, word_tokenizer(), seed=s), 9)
+        ]
+        for s in (0, 0, 1)
+    )
+    assert first == again != other
+    assert read < data._SHUFFLE_BUFFER + 50
+
+
+def test_a_stream_that_ends_starts_over_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(source: str, *, split: str) -> Iterator[Document]:
+        return (Document(str(i), words([10 + i] * 16)) for i in range(20))
+
+    monkeypatch.setattr(data, "iter_texts", short)
+    section = DataSection(sources=(Source(source="hub:a/b"),), row_tokens=16, split="train")
+    rows = _take(PackedRows(section, word_tokenizer(), seed=0), 40)
+    order = [int(row["input_ids"][0]) for row in rows]
+    assert sorted(order[:20]) == sorted(order[20:]) == list(range(10, 30))
+    assert order[:20] != order[20:]
+
+
 def test_too_little_text_is_refused(tmp_path: Path) -> None:
     folder = write_texts(tmp_path / "texts", lengths=(500, 20, 20))
     with pytest.raises(PosencError, match=r"train split has 40 tokens.*row of 64.*row_tokens"):
@@ -120,10 +163,10 @@ def test_too_little_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_nothing_is_held_out_of_everything(tmp_path: Path) -> None:
-    data = _data(write_texts(tmp_path / "texts"), split="all")
+    section = _data(write_texts(tmp_path / "texts"), split="all")
     with pytest.raises(PosencError, match="heldout_rows"):
-        heldout_rows(data, word_tokenizer(), count=1)
-    assert heldout_rows(data, word_tokenizer(), count=0) == []
+        heldout_rows(section, word_tokenizer(), count=1)
+    assert heldout_rows(section, word_tokenizer(), count=0) == []
 
 
 @pytest.mark.parametrize("scheme", [None, "nope_interleaved", "p_rope"])

@@ -101,6 +101,21 @@ def test_overrides_are_yaml_and_come_last(tmp_path: Path) -> None:
     assert whole.heal.objective == {"ce": 1.0}
 
 
+@pytest.mark.parametrize(
+    ("capabilities", "expected"),
+    [({"amx_bf16": True}, "bfloat16"), ({"avx512_bf16": True}, "bfloat16"),
+     ({"avx512_f": True, "amx_bf16": False}, "float32")],
+)  # fmt: skip
+def test_auto_dtype_is_what_the_processor_multiplies(
+    capabilities: dict[str, bool], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    assert load_recipe("quickstart").dtype == expected
+    assert load_recipe("quickstart", ["dtype=bfloat16"]).dtype == "bfloat16"
+
+
 def test_a_recipe_replaces_scheme_and_objective_as_a_whole(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text("model: m\nscheme: {name: nope}\nheal: {objective: {ce: 2}}\n")
@@ -141,6 +156,7 @@ def test_the_control_is_wanted_when_ce_takes_part(tmp_path: Path) -> None:
         ("heal.objective={kl: -1}", r"heal\.objective: needs kl, ce or hidden"),
         ("heal.lr=fast", r"heal\.lr: .*valid number.*\(got 'fast'\)"),
         ("heal.lr=0", r"heal\.lr: .*greater than 0"),
+        ("heal.warmup=1.5", r"heal\.warmup: is a share of the steps below 1, or a whole number"),
         ("heal.tokens=1.5", r"heal\.tokens: .*valid integer"),
         ("heal.schedule=cos", r"heal\.schedule: .*'cosine'"),
         ("heal.hidden_layers=[0, x]", r"heal\.hidden_layers\.1: .*valid integer"),
@@ -151,7 +167,7 @@ def test_the_control_is_wanted_when_ce_takes_part(tmp_path: Path) -> None:
         ("data.split=test", r"data\.split: .*'train' or 'all'"),
         ("eval.variants=[stok]", r"eval\.variants\.0: .*'stock'"),
         ("eval.lengths=[0]", r"eval\.lengths: .*1 or more"),
-        ("dtype=int8", r"dtype: .*'bfloat16'"),
+        ("dtype=float16", r"dtype: is auto, bfloat16 or float32"),
         ("seed=-1", r"seed: "),
         ("heal={", r"not valid YAML"),
         ("tokens", r"write key\.path=value"),

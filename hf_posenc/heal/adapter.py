@@ -93,7 +93,9 @@ def _norms(model: nn.Module) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if type(module).__name__.endswith("Norm") and "attn." not in name
+        if type(module).__name__.endswith("Norm")
+        and "attn." not in name
+        and next(module.parameters(recurse=False), None) is not None
     ]
 
 

@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from hf_posenc.errors import PosencError, did_you_mean
+from hf_posenc.heal.precision import resolve_dtype
 from hf_posenc.resources import recipes_dir
 
 Objective = Literal["ce", "kl", "hidden"]
@@ -91,6 +92,13 @@ class HealSection(_Section):
     heldout_rows: int = Field(ge=0)
     save_steps: int = Field(ge=0)
 
+    @field_validator("warmup")
+    @classmethod
+    def _share_or_steps(cls, value: float) -> float:
+        if value >= 1 and value != int(value):
+            raise ValueError("is a share of the steps below 1, or a whole number of steps")
+        return value
+
     @field_validator("objective", mode="before")
     @classmethod
     def _one_name(cls, value: Any) -> Any:
@@ -124,17 +132,25 @@ class EvalSection(_Section):
 
 
 class Recipe(_Section):
-    """A whole run: model, scheme, data, healing and evaluation, validated and immutable."""
+    """A whole run: model, scheme, data, healing and evaluation, validated and immutable.
+
+    dtype "auto" of a file becomes the one that suits this machine (`precision.resolve_dtype`).
+    """
 
     name: str
     model: str
-    dtype: Literal["bfloat16", "float16", "float32"]
+    dtype: Literal["bfloat16", "float32"]
     seed: int = Field(ge=0, lt=2**32)
     scheme: dict[str, Any]
     data: DataSection
     lora: LoraSection
     heal: HealSection
     eval: EvalSection
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _for_this_machine(cls, value: Any) -> Any:
+        return resolve_dtype(str(value))
 
     @field_validator("scheme", mode="before")
     @classmethod

@@ -141,7 +141,7 @@ class HealTrainer(Trainer):
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
         # The Trainer's own saving asks the hub whether the embeddings were resized.
-        folder = Path(output_dir or self.args.output_dir)  # type: ignore[arg-type]
+        folder = str(output_dir or self.args.output_dir)
         self.healing.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)
 
 
