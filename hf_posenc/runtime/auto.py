@@ -38,12 +38,25 @@ _models: dict[str, Any] = {}
 def config_class(family: str) -> Any:
     """`Posenc<Family>Config`, made and registered on first use."""
     if family not in _configs:
-        stock = CONFIG_MAPPING[family]
+        stock: Any = CONFIG_MAPPING[family]
         name = f"Posenc{stock.__name__}"
+
+        def from_dict(cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+            _refuse_edited_rope(config_dict)
+            return super(made, cls).from_dict(config_dict, **kwargs)
+
+        def to_dict(self: Any) -> dict[str, Any]:
+            result: dict[str, Any] = stock.to_dict(self)
+            if "rope_theta" in self.rope_parameters:  # where readers of older configs look
+                result["rope_theta"] = self.rope_parameters["rope_theta"]
+            return result
+
         attributes = {
             "model_type": families.PREFIX + family,
             "posenc": None,
             "validate_rope": _accept_rope,
+            "from_dict": classmethod(from_dict),
+            "to_dict": to_dict,
             "register_for_auto_class": classmethod(_keep_auto_map),
             "__annotations__": {"posenc": "dict | None"},
             "__module__": __name__,
@@ -64,9 +77,9 @@ def model_class(family: str) -> Any:
         name = f"Posenc{stock.__name__}"
 
         def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+            plan = plan_of_config(config)
             stock.__init__(self, config, *args, **kwargs)
             spec = ModelSpec.from_config(config)
-            plan = plan_of_config(config)
             if plan.base != spec.fingerprint:
                 raise PosencError(
                     f"config.json does not fit the plan it carries: {plan.label} was built for "
@@ -103,11 +116,12 @@ def model_class(family: str) -> Any:
 def plan_of_config(config: PreTrainedConfig) -> PositionPlan:
     """The plan a `Posenc<Family>Config` carries."""
     posenc = getattr(config, "posenc", None)
-    if not isinstance(posenc, dict) or "plan" not in posenc:
+    if not isinstance(posenc, dict) or not {"plan", "base_rope_parameters"} <= posenc.keys():
         raise PosencError(
             f"a config of type {config.model_type!r} without its plan (key 'posenc'); the "
             "checkpoint is damaged or was not written by hf_posenc"
         )
+    _refuse_edited_rope({"posenc": posenc, "rope_parameters": config.rope_parameters})
     return PositionPlan.from_json(posenc["plan"])
 
 
@@ -117,12 +131,7 @@ def to_posenc_config(config: PreTrainedConfig, plan: PositionPlan) -> Any:
     made.__class__ = config_class(config.model_type)
     base = copy.deepcopy(config.rope_parameters)
     made.posenc = {"plan": plan.to_json(), "base_rope_parameters": base}
-    nested = config.nested_rope_parameter_keys(base)
-    if nested:
-        made.rope_parameters = {key: _marked(base[key]) for key in nested}
-    else:
-        made.rope_parameters = _marked(base)
-        made.rope_theta = base["rope_theta"]
+    made.rope_parameters = _marked(base)
     return made
 
 
@@ -223,8 +232,25 @@ def _reorders(conversion: Any) -> bool:
     return any(isinstance(operation, ReorderStoredHeads) for operation in operations)
 
 
+def _refuse_edited_rope(config: dict[str, Any]) -> None:
+    # The plan decides: an edited base would be ignored in silence.
+    posenc = config.get("posenc")
+    if not isinstance(posenc, dict) or "base_rope_parameters" not in posenc:
+        return  # said with more words by `plan_of_config`
+    base = posenc["base_rope_parameters"]
+    wanted = {"rope_parameters": _marked(base), "rope_theta": base.get("rope_theta")}
+    for key, value in wanted.items():
+        if config.get(key, value) != value:
+            raise PosencError(
+                f"config.json says {key} = {config[key]}, its plan was made for {value}; it was "
+                "edited after the conversion: convert the base checkpoint anew instead"
+            )
+
+
 def _marked(rope_parameters: dict[str, Any]) -> dict[str, Any]:
     # A rope type that stock code does not know: loading as plain RoPE cannot happen in silence.
+    if nested := {k: v for k, v in rope_parameters.items() if isinstance(v, dict)}:
+        return {key: _marked(value) for key, value in nested.items()}
     kept = ("rope_theta", "partial_rotary_factor")
     marked = {key: rope_parameters[key] for key in kept if key in rope_parameters}
     return {"rope_type": families.POSENC_ROPE, **marked}
@@ -237,7 +263,7 @@ def _posenc_rope(
     layer_type: str | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, float]:
-    if getattr(config, "posenc", None) is None:
+    if type(config) not in _configs.values():
         raise PosencError(
             "this checkpoint was converted by hf_posenc; load it with "
             "AutoModelForCausalLM.from_pretrained after `import hf_posenc`, not with a stock class"

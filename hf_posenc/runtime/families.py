@@ -77,8 +77,10 @@ def stock_config(config: PreTrainedConfig) -> PreTrainedConfig:
     result: Any = copy.deepcopy(config)
     result.__class__ = type(config).__mro__[1]
     result.rope_parameters = copy.deepcopy(posenc["base_rope_parameters"])
-    for name in ("posenc", "auto_map", "rope_theta", "model_type"):
+    for name in ("posenc", "auto_map", "model_type"):
         vars(result).pop(name, None)
+    if result.architectures:  # named after the converted class once a model has been saved
+        result.architectures = [name.removeprefix("Posenc") for name in result.architectures]
     return result
 
 
