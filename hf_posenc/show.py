@@ -22,6 +22,7 @@ from hf_posenc.plan import DynamicNTK, LayerPlan, LongFactors, PositionPlan, can
 from hf_posenc.schemes import Scheme
 from hf_posenc.sources import resolve_model
 
+_LEAST_THETA = 5000.0
 _BARS = "▁▂▃▄▅▆▇█"
 # Dark to light as the wavelength grows: viridis, the map of the PNG.
 _COLOURS = ("#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b")
@@ -92,19 +93,24 @@ def plan_table(plan: PositionPlan) -> Table:
     rows = plan_rows(plan)
     columns = [
         ("layers", "layers", "-"),
-        ("rotated pairs", "rotated", ""),
+        ("rotated", "rotated", ""),
         ("base", "base", ""),
-        ("wavelengths (tokens)", "wavelengths", ""),
-        ("cos/sin scale", "scale", "1"),
+        ("wavelengths", "wavelengths", ""),
+        ("scale", "scale", "1"),
         ("length rule", "stretch", "none"),
-        ("feature order", "order", "as stored"),
+        ("order", "order", "as stored"),
     ]
     shown = [
         (head, name) for head, name, dull in columns if any(getattr(r, name) != dull for r in rows)
     ]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for head, name in shown:
-        table.add_column(head, overflow="fold", justify="left" if name == "layers" else "right")
+        words = " ".join([head, *(getattr(row, name) for row in rows)]).split()
+        table.add_column(
+            head,
+            justify="left" if name == "layers" else "right",
+            min_width=max(map(len, words)),
+        )
     for row in rows:
         table.add_row(*(Text(getattr(row, name)) for _, name in shown))
     return table
@@ -172,19 +178,28 @@ def layers_text(layers: Sequence[int]) -> str:
 
 
 def _base_text(layer: LayerPlan) -> str:
-    """theta when the rotated frequencies are theta^(-i/F), else what else is known."""
+    """theta when the rotated pairs are the first r with theta^(-i/F), or theta^(-i/r)."""
     if not layer.rotated:
         return "none"
-    width = len(layer.inv_freq)
-    thetas = [
-        value ** (-width / index)
-        for index, value in enumerate(layer.inv_freq)
-        if index and value and value != 1
-    ]
-    regular = layer.inv_freq[0] in (0.0, 1.0) and thetas
-    if regular and max(thetas) / min(thetas) < 1.001:
-        return f"theta {round(thetas[-1], -int(math.log10(thetas[-1])) + 3):,.0f}"
-    return "own frequencies"
+    rotated, width = layer.num_rotated, len(layer.inv_freq)
+    steps = [math.log(a / b) for a, b in pairwise(layer.inv_freq[:rotated]) if a and b]
+    regular = len(steps) == rotated - 1 > 0 and layer.inv_freq[0] == 1
+    if not regular or max(steps) - min(steps) > 1e-4:
+        return "own frequencies"
+    step = sum(steps) / len(steps)
+    over_all, over_rotated = math.exp(step * width), math.exp(step * rotated)
+    # p_rope and partial rotary differ in nothing but the theta a person would name: the round one.
+    if rotated < width and over_rotated >= _LEAST_THETA and _is_round(over_rotated):
+        return f"theta {_round(over_rotated):,.0f} over {rotated} pairs"
+    return f"theta {_round(over_all):,.0f}"
+
+
+def _is_round(value: float) -> bool:
+    return abs(float(f"{value:.1e}") / value - 1) < 1e-3
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.3g}")
 
 
 def _wavelength_text(inv_freq: Sequence[float]) -> str:

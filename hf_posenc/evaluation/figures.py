@@ -32,6 +32,7 @@ _NEEDLE_COLOURS = LinearSegmentedColormap.from_list(
     "needles", ["#b3261e", "#ec8f5e", "#f7ecd0", "#7fc7a4", "#00785a"]
 )
 _PLAN_COLOURS = "viridis"
+_TITLE_WIDTH = 80  # characters
 _LEGEND_WIDTH = 112  # characters, with 8 per entry for its line and the gap
 
 
@@ -75,7 +76,7 @@ def loss_by_position(
             edges = _draw_curves(axis, curves)
             _token_axis(axis, edges, trained_length)
             if len(panels) > 1:
-                axis.set_title(title)
+                axis.set_title(_fitting(title))
         axes[0].set_ylabel("loss (nats per token)")
         handles, labels = axes[0].get_legend_handles_labels()
         columns = max(1, min(len(labels), _LEGEND_WIDTH // (max(map(len, labels)) + 8)))
@@ -168,13 +169,16 @@ def plan_map(
         axis.yaxis.set_major_locator(MaxNLocator(integer=True))
         _layer_lines(axis, count, width)
         if title:
-            axis.set_title(title)
+            axis.set_title(_fitting(title))
         bar = figure.colorbar(image, ax=axis, fraction=0.04, pad=0.02)
         bar.ax.yaxis.set_major_formatter(lambda value, _: tokens_text(value))
         bar.ax.yaxis.set_minor_formatter(lambda value, _: "")
         bar.set_label("wavelength (tokens)")
         bar.outline.set_visible(False)
         if trained_length and low < trained_length < high:
+            bar.set_label(
+                f"wavelength (tokens; line: trained length {length_text(trained_length)})"
+            )
             bar.ax.axhline(trained_length, color="white", linewidth=3.2)
             bar.ax.axhline(trained_length, color=INK, linewidth=1.4)
         unrotated = int((frequencies == 0).sum())
@@ -193,11 +197,15 @@ def loss_curve(log: Sequence[Mapping[str, Any]], path: Path | str, title: str) -
         figure = Figure(figsize=(7.2, 3.6), layout="constrained")
         axis = figure.subplots()
         _draw_log(axis, rows, "", variant_style("healed"))
-        axis.set_title(title)
+        axis.set_title(_fitting(title))
         axis.set_ylabel("loss (nats per token)")
         axis.set_xlabel("healing tokens" if key == "tokens" else "step")
         axis.xaxis.set_major_formatter(lambda value, _: tokens_text(value))
         return save_png(figure, path)
+
+
+def _fitting(title: str) -> str:
+    return title if len(title) <= _TITLE_WIDTH else f"{title[: _TITLE_WIDTH - 1]}…"
 
 
 def _draw_curves(axis: Axes, curves: Iterable[Curve]) -> list[int]:

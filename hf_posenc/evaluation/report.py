@@ -61,7 +61,9 @@ def render(runs: Sequence[RunFolder]) -> str:
         _environment()
         .get_template("report.html.j2")
         .render(
-            title="Comparison of conversions" if several else f"{first.scheme} on {first.model}",
+            title="Comparison of conversions"
+            if several
+            else f"{first.short_scheme} on {first.model}",
             verdict=comparison(runs) if several else verdict(first),
             warnings=warnings(runs),
             several=several,

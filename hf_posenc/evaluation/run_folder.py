@@ -14,6 +14,7 @@ from hf_posenc.evaluation.record import EvalRecord
 from hf_posenc.files import read_json
 from hf_posenc.plan import PositionPlan, scheme_label
 
+_SHORT = 60
 VARIANTS = ("stock", "converted", "healed", "control")
 
 
@@ -50,6 +51,12 @@ class RunFolder:
         schemes = [record.get("scheme") for record in (*self.heals.values(), self.recipe)]
         schemes += [record.scheme for record in self.evals.values()]
         return next((scheme_label(s) for s in schemes if isinstance(s, Mapping)), "unknown scheme")
+
+    @property
+    def short_scheme(self) -> str:
+        """The scheme where there is little room: its options only while they are few."""
+        text = self.scheme
+        return text if len(text) <= _SHORT else f"{text.partition('(')[0]}(...)"
 
     @property
     def objective(self) -> dict[str, float]:

@@ -41,7 +41,7 @@ def verdict(run: RunFolder) -> str:
     if healed is not None and control is not None:
         tokens = run.heals.get("healed", {}).get("tokens")
         after = f"healed on {tokens_text(tokens)} tokens" if tokens else "healed"
-        text = f"{run.scheme}, {after}, {_gap(healed, control)} {control_name(run)}"
+        text = f"{run.short_scheme}, {after}, {_gap(healed, control)} {control_name(run)}"
         text += _needles(run, "healed", run.control)
         if run.control == "stock" and converted is not None and converted[0] > control[0]:
             lost = converted[0] - control[0]
@@ -49,10 +49,14 @@ def verdict(run: RunFolder) -> str:
             text += f"; healing won back {share:.0%} of the {lost:.2f} that converting lost"
         return f"{text}."
     if stock is not None and converted is not None:
-        text = f"{run.scheme}, without healing, {_gap(converted, stock)} the unconverted model"
+        text = (
+            f"{run.short_scheme}, without healing, {_gap(converted, stock)} the unconverted model"
+        )
         return f"{text}{_needles(run, 'converted', 'stock')}."
     missing = [variant_label(v) for v in ("stock", "converted") if losses[v] is None]
-    return f"{run.scheme}: no verdict; loss by position was not run for {' and '.join(missing)}."
+    return (
+        f"{run.short_scheme}: no verdict; loss by position was not run for {' and '.join(missing)}."
+    )
 
 
 def comparison(runs: Sequence[RunFolder]) -> str:
@@ -61,7 +65,7 @@ def comparison(runs: Sequence[RunFolder]) -> str:
     for run in runs:
         healed, control = mean_loss(run, "healed"), mean_loss(run, run.control)
         if healed is not None and control is not None:
-            gaps.append((healed[0] - control[0], f"{run.scheme} ({run.name})"))
+            gaps.append((healed[0] - control[0], f"{run.short_scheme} ({run.name})"))
     if not gaps:
         return f"{len(runs)} runs; none has both a healed model and its control scored."
     (best, first), (worst, last) = min(gaps), max(gaps)
