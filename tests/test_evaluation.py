@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 
 import pytest
 import torch
@@ -128,7 +129,7 @@ def test_ppl_bins_equal_a_direct_forward(model, record, text_file):
     remaining = split_words(load_text(text_file, "heldout").text)
     losses: dict[tuple[int, int] | None, list[float]] = {}
     for _ in range(9):
-        size = 1
+        size = 60  # certainly fits
         while len(tokenizer("".join(remaining[: size + 1]).rstrip()).input_ids) <= 400:
             size += 1
         text = "".join(remaining[:size]).rstrip()
@@ -227,6 +228,17 @@ def test_two_models_in_one_process_are_both_run(model, text_file, monkeypatch, t
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_live_model_keeps_its_mode_and_the_process_its_seeds(training, text_file):
+    model = tiny_model().train(training)
+    torch.manual_seed(7)
+    random.seed(7)
+    expected = (torch.get_rng_state(), random.getstate())
+    evaluate(model, tiny_tokenizer(), "copytext_300", limit=1, texts=text_file)
+    assert model.training is training
+    assert torch.equal(torch.get_rng_state(), expected[0]) and random.getstate() == expected[1]
+
+
 def test_a_model_from_a_folder_scores_as_the_live_one(model, record, text_file, tmp_path):
     model.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
@@ -293,6 +305,7 @@ class Unloadable:
     """A model that must not be reached."""
 
     config = tiny_config()
+    training = False
 
 
 @pytest.mark.parametrize(
@@ -309,6 +322,11 @@ class Unloadable:
         ({"tasks": "copytext", "limit": 0}, "limit 0"),
         ({"tasks": ""}, "no tasks"),
         ({"tasks": "copytext", "lengths": [512], "texts": "/nowhere/at/all.txt"}, "all.txt"),
+        pytest.param(
+            {"tasks": "copytext", "device": "cuda:7"},
+            "device 'cuda:7'",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+        ),
         ({"tasks": "copytext", "tokenizer": None}, "needs its tokenizer"),
     ],
     ids=str,

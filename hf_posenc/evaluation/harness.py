@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import lm_eval
+import numpy as np
+import torch
 from lm_eval.models.utils import resolve_max_length
 from transformers import AutoConfig
 
@@ -26,7 +30,7 @@ from hf_posenc.sources import resolve_model
 
 __all__ = ["PosencLM", "evaluate"]
 
-# Errors are ours, and so is the documents' randomness: no global seed is set.
+# Standard errors are ours, and so is the documents' randomness.
 _OUR_OPTIONS: dict[str, Any] = {
     "bootstrap_iters": 0,
     "random_seed": None,
@@ -75,45 +79,47 @@ def evaluate(
     from_source = isinstance(model_or_path, str)
     if tokenizer is None and not from_source:
         raise PosencError("a live model needs its tokenizer: pass tokenizer=...")
+    if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
+        raise PosencError(f"device {device!r}: this machine has no CUDA device; use 'cpu'")
     check_foreign(foreign)
     _check_lengths(planned, model_or_path, tokenizer, max_length)
     if isinstance(tokenizer or model_or_path, str):
         tokenizer = tokenizer_of(tokenizer or model_or_path)
     if any(task.kind in SPLITS for task in planned):
         texts = resolve_source(texts)
-    metadata = {"tokenizer": tokenizer, "seed": seed, "texts": texts}
-    ours = own_tasks(planned, metadata) if planned else None
-    theirs = foreign_tasks(foreign, tokenizer, lengths) if foreign else None
-
-    lm = PosencLM(
-        model_or_path,
-        tokenizer,
-        batch_size=batch_size,
-        max_length=max_length,
-        dtype=dtype,
-        device=device,
-        attn_implementation=attn_implementation,
-        prefix_cache=prefix_cache,
-        prefill_chunk=prefill_chunk,
-    )
-    started, cpu_started = time.perf_counter(), time.process_time()
-    scores, needles = [], []
-    if ours:
-        with quiet("lm_eval"):
-            results = _simple_evaluate(lm, *ours, **_OUR_OPTIONS)
-        for task in planned:
-            samples = results["samples"][task.name]
-            scores += own_scores(task, samples)
-            needles += needles_of(task, samples)
-    if theirs:
-        results = _simple_evaluate(lm, *theirs, limit=limit, log_samples=False)
-        scores += foreign_scores(results)
-    cost = {
-        "seconds": round(time.perf_counter() - started, 3),
-        "cpu_seconds": round(time.process_time() - cpu_started, 3),
-        "tokens_computed": lm.scorer.tokens_computed,
-        "tokens_reused": lm.scorer.tokens_reused,
-    }
+    with _undisturbed(model_or_path):
+        metadata = {"tokenizer": tokenizer, "seed": seed, "texts": texts}
+        ours = own_tasks(planned, metadata) if planned else None
+        theirs = foreign_tasks(foreign, tokenizer, lengths) if foreign else None
+        lm = PosencLM(
+            model_or_path,
+            tokenizer,
+            batch_size=batch_size,
+            max_length=max_length,
+            dtype=dtype,
+            device=device,
+            attn_implementation=attn_implementation,
+            prefix_cache=prefix_cache,
+            prefill_chunk=prefill_chunk,
+        )
+        started, cpu_started = time.perf_counter(), time.process_time()
+        scores, needles = [], []
+        if ours:
+            with quiet("lm_eval"):
+                results = _simple_evaluate(lm, *ours, **_OUR_OPTIONS)
+            for task in planned:
+                samples = results["samples"][task.name]
+                scores += own_scores(task, samples)
+                needles += needles_of(task, samples)
+        if theirs:
+            results = _simple_evaluate(lm, *theirs, limit=limit, log_samples=False)
+            scores += foreign_scores(results)
+        cost = {
+            "seconds": round(time.perf_counter() - started, 3),
+            "cpu_seconds": round(time.process_time() - cpu_started, 3),
+            "tokens_computed": lm.scorer.tokens_computed,
+            "tokens_reused": lm.scorer.tokens_reused,
+        }
     record = EvalRecord(
         variant=variant,
         model=model_name or _model_name(model_or_path),
@@ -138,6 +144,21 @@ def evaluate(
     if out is not None:
         record.write(out)
     return record
+
+
+@contextmanager
+def _undisturbed(model_or_path: Any) -> Iterator[None]:
+    """Give back the random streams and a live model's mode, both of which lm-eval changes."""
+    training = not isinstance(model_or_path, str) and model_or_path.training
+    state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(numpy_state)
+        if training:
+            model_or_path.train()
 
 
 def _simple_evaluate(lm: PosencLM, manager: Any, tasks: list[Any], **options: Any) -> Any:

@@ -162,8 +162,9 @@ def tokenizer_of(source: str) -> Any:
 
 
 def _load(source: str, device: str | None, dtype: Any, attn_implementation: str | None) -> Any:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    # lm-eval's command line says cuda:0 unless told otherwise; as in HFLM that is a wish.
+    if device is None or device.startswith("cuda"):
+        device = (device or "cuda") if torch.cuda.is_available() else "cpu"
     return load_model(
         source, dtype=dtype, device_map=device, attn_implementation=attn_implementation
     )
