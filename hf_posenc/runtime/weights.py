@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import torch
@@ -13,8 +14,14 @@ from hf_posenc.plan import PositionPlan
 
 _PROJECTIONS = ("q_proj", "k_proj")
 _NORMS = ("q_norm", "k_norm")
-_KNOWN = ("q_proj.", "k_proj.", "q_norm.weight", "k_norm.weight")
 _UNMOVED = ("v_proj.", "o_proj.", "out_proj.", "dense.")  # behind the scores
+# What PEFT puts around a layer's own weights: the layer it replaced, and trained copies of it.
+_WRAPPED = r"(?:(?:base_layer|original_module|modules_to_save\.[^.]+)\.)*"
+_ROWS = re.compile(
+    _WRAPPED
+    + r"(?:weight|bias|lora_B\.[^.]+\.(?:weight|bias)|lora_magnitude_vector\.[^.]+\.weight)"
+)
+_INPUTS = re.compile(_WRAPPED + r"lora_A\.[^.]+\.weight")  # columns of the layer's input
 
 
 def check_permutable(attentions: list[nn.Module], plan: PositionPlan) -> None:
@@ -35,7 +42,7 @@ def check_named_projections(attentions: list[nn.Module], what: str) -> None:
                     "k rows in matrices of their own"
                 )
         for name, _ in attention.named_parameters():
-            if not name.startswith(_KNOWN + _UNMOVED):
+            if name.split(".")[0] not in _PROJECTIONS + _NORMS and not name.startswith(_UNMOVED):
                 raise PosencError(
                     f"layer {index} ({type(attention).__name__}): hf_posenc does not know whether "
                     f"{name} depends on the order of features; {what} is not supported on it"
@@ -54,24 +61,28 @@ def permute_model(attentions: list[nn.Module], plan: PositionPlan, *, undo: bool
 
 
 def _rows(attention: nn.Module, index: int, head_dim: int) -> Iterator[torch.Tensor]:
+    """Every tensor of q and k whose first dimension is the features of all heads."""
     check_named_projections([attention], "re-pairing features")
-    for name in _PROJECTIONS:
-        projection = getattr(attention, name)
-        base = getattr(projection, "base_layer", projection)
+    for name in _PROJECTIONS + _NORMS:
+        part = getattr(attention, name, None)
+        if part is None:
+            continue
         where = f"layer {index} {name}"
-        yield _checked(base.weight, where, head_dim)
-        if getattr(base, "bias", None) is not None:
-            yield _checked(base.bias, where, head_dim)
-        for adapter in getattr(projection, "lora_B", {}).values():
-            yield _checked(adapter.weight, where, head_dim)
-    for name in _NORMS:
-        norm = getattr(attention, name, None)
-        weight = getattr(norm, "weight", None)
-        if weight is not None:
-            yield _checked(weight, f"layer {index} {name}", head_dim)
+        if getattr(part, "merged_adapters", ()) and getattr(part, "lora_magnitude_vector", ()):
+            raise PosencError(
+                f"{where}: a merged DoRA adapter; unmerge it before re-pairing features"
+            )
+        for key, parameter in part.named_parameters():
+            if _ROWS.fullmatch(key):
+                yield _checked(parameter, where, head_dim, norm=name in _NORMS)
+            elif not _INPUTS.fullmatch(key):
+                raise PosencError(
+                    f"{where}: hf_posenc does not know how the rows of {key} follow the features; "
+                    "merge the adapter first (merge_and_unload), or attach it after patching"
+                )
 
 
-def _checked(tensor: torch.Tensor, where: str, head_dim: int) -> torch.Tensor:
+def _checked(tensor: torch.Tensor, where: str, head_dim: int, *, norm: bool) -> torch.Tensor:
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         raise PosencError(
             f"{where}: weights are quantised ({tensor.dtype}); re-pairing features moves their "
@@ -81,6 +92,16 @@ def _checked(tensor: torch.Tensor, where: str, head_dim: int) -> torch.Tensor:
         raise PosencError(
             f"{where}: weights are offloaded; re-pairing features moves their rows: load the model "
             "without offloading, or convert the checkpoint on disk"
+        )
+    if type(tensor) is not nn.Parameter:
+        raise PosencError(
+            f"{where}: weights are held as {type(tensor).__name__}; re-pairing features moves "
+            "their rows: convert the model before its weights are sharded or quantised"
+        )
+    if norm and tensor.ndim != 1:
+        raise PosencError(
+            f"{where}: its weight has shape {tuple(tensor.shape)}, not one value per feature; "
+            "re-pairing features is not supported on it"
         )
     if tensor.numel() == 0 or tensor.shape[0] % head_dim:
         raise PosencError(
