@@ -86,5 +86,7 @@ def test_chunks_without_a_graph_build_none() -> None:
 
 
 def test_a_chunk_holds_a_bounded_number_of_logits() -> None:
-    assert losses.chunk_tokens(49_152) * 49_152 <= losses.CHUNK_ELEMENTS
-    assert losses.chunk_tokens(10**9) == 16
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert losses.chunk_tokens(49_152, cpu) * 49_152 <= losses.CHUNK_ELEMENTS["cpu"]
+    assert losses.chunk_tokens(49_152, gpu) > losses.chunk_tokens(49_152, cpu)
+    assert losses.chunk_tokens(10**9, cpu) == 16

@@ -48,7 +48,7 @@ class Objective:
         self.decoder: nn.Module = base.get_decoder()
         self.head = checked_head(base)
         self.layers = _chosen(self.decoder.layers, hidden_layers) if "hidden" in weights else []
-        self.chunk = losses.chunk_tokens(base.config.get_text_config().vocab_size)
+        self.vocabulary: int = base.config.get_text_config().vocab_size
         # Flash attention recognises packed documents only in a batch of one row.
         self.one_row = "flash" in str(base.config._attn_implementation)
 
@@ -67,7 +67,7 @@ class Objective:
         parts = []
         if self.weights.keys() & {"ce", "kl"}:
             of_chunk = self._of_chunk(targets, teacher)
-            parts.append(losses.chunked_sum(of_chunk, student.states, chunk=self.chunk))
+            parts.append(self._summed(of_chunk, student.states))
         if teacher is not None and self.layers:
             pairs = zip(student.layers, teacher.layers, strict=True)
             each = [losses.hidden(mine, theirs) for mine, theirs in pairs]
@@ -81,10 +81,8 @@ class Objective:
         mask, targets = predicted(batch["labels"])
         with _evaluating(self.model):
             states = self._run(self.model, batch, mask).states
-            total = losses.chunked_sum(
-                lambda piece, part: losses.ce(self._logits(piece), targets[part]),
-                states,
-                chunk=self.chunk,
+            total = self._summed(
+                lambda piece, part: losses.ce(self._logits(piece), targets[part]), states
             )
         return total.item(), targets.numel()
 
@@ -101,6 +99,10 @@ class Objective:
             return total
 
         return loss
+
+    def _summed(self, loss: losses.ChunkLoss, states: Tensor) -> Tensor:
+        chunk = losses.chunk_tokens(self.vocabulary, states.device)
+        return losses.chunked_sum(loss, states, chunk=chunk)
 
     def _logits(self, states: Tensor) -> Tensor:
         return states if self.head is None else self.head(states)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 
@@ -15,11 +16,11 @@ def resolve_dtype(dtype: str) -> Literal["bfloat16", "float32"]:
     Processors without AMX or AVX512-BF16 emulate bfloat16: its matrix products take about four
     times as long there as those of float32. Errors: ValueError for another name.
     """
-    if dtype == "bfloat16" or dtype == "float32":
-        return dtype
-    if dtype == "auto":
-        return "bfloat16" if _multiplies_bfloat16() else "float32"
-    raise ValueError("is auto, bfloat16 or float32")
+    if dtype not in ("auto", "bfloat16", "float32"):
+        raise ValueError("is auto, bfloat16 or float32")
+    if dtype == "float32" or (dtype == "auto" and not _multiplies_bfloat16()):
+        return "float32"
+    return "bfloat16"
 
 
 def _multiplies_bfloat16() -> bool:
@@ -28,5 +29,5 @@ def _multiplies_bfloat16() -> bool:
     if torch.accelerator.is_available():
         return True
     # Missing in older releases of torch: then float32, which is never slow.
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(name) for name in _FAST_ON_CPU)
