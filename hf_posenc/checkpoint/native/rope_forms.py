@@ -69,6 +69,8 @@ def spell(layer: LayerPlan, shape: RopeShape) -> RopeForm:
             "dynamic NTK with dropped pairs, or at another length than the config's "
             f"max_position_embeddings ({shape.max_positions}), has no stock formula"
         )
+    if not _allows(shape, {"rope_type": "longrope"}):
+        raise PosencError(f"no {' or '.join(shape.allowed or ())} formula gives its frequencies")
     return _nearest_longrope(wanted, shape)
 
 
