@@ -13,6 +13,7 @@ from hf_posenc.model_spec import ModelSpec
 from hf_posenc.plan import PositionPlan
 from hf_posenc.runtime import auto, families
 from hf_posenc.runtime.install import (
+    Installation,
     check_plan,
     check_switched_on,
     install,
@@ -56,12 +57,16 @@ def patch_model(
 def unpatch_model(model: Model) -> Model:
     """Take the plan off again, in place: weights, modules, class and config as before.
 
-    Errors: `PosencError` when the model is not patched, or inside an `unpatched` block.
+    Errors: `PosencError` before anything changes: the model is not patched, its weights cannot
+    move (offloaded or sharded since), or the call is inside an `unpatched` block.
     """
     base = base_of(model)
     check_switched_on(base, "unpatch_model")
+    if (found := installation_of(base)) is not None:
+        _check_unwrapped(base, found)
+        attentions = families.attentions_of(families.decoder_of(base))
+        permute_model(attentions, found.plan, undo=True)
     installed = uninstall(base)
-    permute_model(families.attentions_of(families.decoder_of(base)), installed.plan, undo=True)
     auto.reorder_on_save(base, False)
     base.__class__ = families.causal_lm_class(installed.spec.family)
     _replace_config(base, families.stock_config(base.config))
@@ -73,7 +78,9 @@ def unpatched(model: nn.Module) -> Iterator[None]:
     """Run the model with its own positional encoding inside the block, without re-installing.
 
     Made for the teacher of every training step: a flag, plus moving q/k rows back and forth where
-    the plan re-pairs features. A model that is not patched runs as it is.
+    the plan re-pairs features (there, run the teacher before the student: weights that move between
+    a forward and its backward are an error of autograd). A model that is not patched runs as it is.
+    Errors: `PosencError` when rows would have to move and cannot (offloaded or sharded).
     """
     installed = installation_of(model)
     if installed is None:
@@ -85,6 +92,8 @@ def unpatched(model: nn.Module) -> Iterator[None]:
         yield
         return
     attentions = families.attentions_of(decoder)
+    if installed.plan.permuted:
+        _check_unwrapped(base_of(model), installed)
     permute_model(attentions, installed.plan, undo=True)
     switch.active = False
     try:
@@ -133,6 +142,14 @@ def _check_class(model: Any) -> None:
         raise PosencError(
             f"{type(model).__name__} is not the causal language model of its family; load it as "
             f"{stock.__name__} (AutoModelForCausalLM)"
+        )
+
+
+def _check_unwrapped(model: Any, installed: Installation) -> None:
+    if type(model) is not auto.model_class(installed.spec.family):
+        raise PosencError(
+            f"{type(model).__name__}: the model was wrapped or sharded after it was patched; do "
+            "this before that"
         )
 
 

@@ -51,7 +51,11 @@ def check_named_projections(attentions: list[nn.Module], what: str) -> None:
 
 @torch.no_grad()
 def permute_model(attentions: list[nn.Module], plan: PositionPlan, *, undo: bool = False) -> None:
-    """Apply the plan's feature orders to q/k weights, biases, norms and attached LoRA rows."""
+    """Apply the plan's feature orders to q/k weights, biases, norms and attached LoRA rows.
+
+    Errors: `PosencError` before anything moves, as `check_permutable`.
+    """
+    check_permutable(attentions, plan)  # all of them, before the first one moves
     for index, (attention, layer) in enumerate(zip(attentions, plan.layers, strict=True)):
         if layer.permutation is None:
             continue
