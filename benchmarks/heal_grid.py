@@ -1,13 +1,13 @@
 """Held-out loss of SmolLM2-135M before and after healing, scheme by scheme, kl and ce.
 
-    python benchmarks/heal_grid.py [--tokens 61440] [--only nope_interleaved/kl ...]
+    python benchmarks/heal_grid.py [--tokens 24576] [--only nope_interleaved/kl ...]
 
 Every row is healed on the same tokens with the quickstart's recipe; only scheme and objective
 differ. The control of ce is the unconverted model healed on those tokens; the control of kl is the
-unconverted model itself. Loss in nats per token, bfloat16, over six windows of 1024 tokens from
+unconverted model itself. One row of 1024 tokens a step. Loss in nats per token over six windows of 1024 tokens from
 the start of each held-out text (essays, Python reference), scored alone. A finished row is kept
-when the command is run again. The result goes to eval/results/smollm2_heal_grid.json, the table
-of it to docs/results.md is made by benchmarks/results_page.py.
+when the command is run again. The result goes to eval/results/smollm2_heal_grid.json, from which
+benchmarks/results_page.py makes the table in docs/results.md.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ def losses(model: Any, windows: dict[str, Tensor]) -> dict[str, float]:
 
 def run_row(scheme: str | None, objective: str, tokens: int, windows: Any) -> dict[str, Any]:
     """Convert (unless it is the control), measure, heal, measure again."""
-    overrides = [f"heal.objective={objective}", f"heal.tokens={tokens}", "heal.heldout_rows=0"]
-    recipe = load_recipe("quickstart", [*overrides, "heal.save_steps=0"])
+    overrides = [f"heal.objective={objective}", f"heal.tokens={tokens}", "heal.rows=1"]
+    overrides += ["heal.heldout_rows=0", "heal.save_steps=0"]
+    recipe = load_recipe("quickstart", overrides)
     if scheme is not None:
         recipe = recipe.model_copy(update={"scheme": SCHEMES[scheme]})
     model = load_pretrained(recipe.model, dtype=recipe.dtype)
@@ -84,6 +85,7 @@ def run_row(scheme: str | None, objective: str, tokens: int, windows: Any) -> di
         "options": None if scheme is None else SCHEMES[scheme],
         "plan_digest": None if plan is None else plan.digest,
         "objective": objective,
+        "dtype": recipe.dtype,
         "before": before,
         "after": losses(model, windows),
         "heal": healed,
@@ -94,7 +96,7 @@ def run_row(scheme: str | None, objective: str, tokens: int, windows: Any) -> di
 def main() -> int:
     """Run the missing rows, writing the result after each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=61_440, help="healing tokens per row")
+    parser.add_argument("--tokens", type=int, default=24_576, help="healing tokens per row")
     parser.add_argument("--only", nargs="*", help="rows such as 'p_rope .5/kl' or 'control/ce'")
     arguments = parser.parse_args()
     rows = [(name, objective) for objective in ("kl", "ce") for name in SCHEMES]
