@@ -4,10 +4,10 @@
 
 Every row is healed on the same tokens with the quickstart's recipe; only scheme and objective
 differ. The control of ce is the unconverted model healed on those tokens; the control of kl is the
-unconverted model itself. One row of 1024 tokens a step. Loss in nats per token over six windows of 1024 tokens from
-the start of each held-out text (essays, Python reference), scored alone. A finished row is kept
-when the command is run again. The result goes to eval/results/smollm2_heal_grid.json, from which
-benchmarks/results_page.py makes the table in docs/results.md.
+unconverted model itself. One row of 1024 tokens a step. Loss in nats per token over six windows
+of 1024 tokens from the start of each held-out text (essays, Python reference), scored alone. A
+finished row is kept when the command is run again. The result goes to
+eval/results/smollm2_heal_grid.json, from which benchmarks/results_page.py makes docs/results.md.
 """
 
 from __future__ import annotations
