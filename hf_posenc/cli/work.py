@@ -176,12 +176,11 @@ def evaluate(
     wanted, sizes = checked_dtype(dtype), parse_lengths(lengths)
     if out is not None and out.exists():
         raise PosencError(f"{out}: exists; remove it or choose another --out")
-    from hf_posenc.checkpoint.adapter import base_of_adapter, is_adapter
     from hf_posenc.evaluation import evaluate as score
 
     source: Any = model
     options: dict[str, Any] = {"dtype": wanted, "device": device}
-    tokenizer: Any = base_of_adapter(model) if is_adapter(model) else None
+    tokenizer = None
     if chosen is not None:
         from hf_posenc.runtime.patch import patch_model
         from hf_posenc.show import read_plan
