@@ -1,6 +1,6 @@
 """Held-out loss of SmolLM2-135M before and after healing, scheme by scheme, kl and ce.
 
-    python benchmarks/heal_grid.py [--tokens 24576] [--only nope_interleaved/kl ...]
+    python benchmarks/heal_grid.py [--tokens 12288] [--only nope_interleaved/kl ...]
 
 Every row is healed on the same tokens with the quickstart's recipe; only scheme and objective
 differ. The control of ce is the unconverted model healed on those tokens; the control of kl is the
@@ -55,8 +55,14 @@ def losses(model: Any, windows: dict[str, Tensor]) -> dict[str, float]:
     return result
 
 
-def run_row(scheme: str | None, objective: str, tokens: int, windows: Any) -> dict[str, Any]:
-    """Convert (unless it is the control), measure, heal, measure again."""
+def run_row(
+    scheme: str | None,
+    objective: str,
+    tokens: int,
+    windows: dict[str, Tensor],
+    before: dict[str, float] | None,
+) -> dict[str, Any]:
+    """Convert (unless it is the control), measure (unless that is known), heal, measure again."""
     overrides = [f"heal.objective={objective}", f"heal.tokens={tokens}", "heal.rows=1"]
     overrides += ["heal.heldout_rows=0", "heal.save_steps=0"]
     recipe = load_recipe("quickstart", overrides)
@@ -66,7 +72,7 @@ def run_row(scheme: str | None, objective: str, tokens: int, windows: Any) -> di
     if scheme is not None:
         patch_model(model, SCHEMES[scheme])
     plan = get_plan(model)
-    before = losses(model, windows)
+    before = before or losses(model, windows)
     with tempfile.TemporaryDirectory() as folder:
         variant = "control" if scheme is None else "healed"
         record = heal(recipe, out=Path(folder) / "run", model=model, variant=variant)
@@ -96,7 +102,7 @@ def run_row(scheme: str | None, objective: str, tokens: int, windows: Any) -> di
 def main() -> int:
     """Run the missing rows, writing the result after each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=24_576, help="healing tokens per row")
+    parser.add_argument("--tokens", type=int, default=12_288, help="healing tokens per row")
     parser.add_argument("--only", nargs="*", help="rows such as 'p_rope .5/kl' or 'control/ce'")
     arguments = parser.parse_args()
     rows = [(name, objective) for objective in ("kl", "ce") for name in SCHEMES]
@@ -110,7 +116,8 @@ def main() -> int:
         key = (scheme, objective, arguments.tokens)
         if any((r["scheme"], r["objective"], r["heal"]["tokens"]) == key for r in done["rows"]):
             continue
-        row = run_row(scheme, objective, arguments.tokens, windows)
+        before = next((r["before"] for r in done["rows"] if r["scheme"] == scheme), None)
+        row = run_row(scheme, objective, arguments.tokens, windows, before)
         done["rows"].append(row)
         write_json(RESULT, done)
         print(f"{name}/{objective}: {row['before']} -> {row['after']}", flush=True)
