@@ -22,12 +22,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_posenc.errors import PosencError
+from hf_posenc.parts import Bias, Embedding, LogitScale, Window, part_from_json, part_to_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 Pairing = Literal["half_split", "interleaved"]
 FORMAT_VERSION = 1
+_PARTS = ("window", "logit_scale", "bias")
 
 
 def float32(value: float) -> float:
@@ -86,12 +88,18 @@ class LayerPlan:
     stretch       how the frequencies depend on the length of the row, or None
     permutation   feature n of every q and k head in memory is the base's feature permutation[n]
                   (length D); None leaves the order as it is
+    window        which earlier tokens the layer sees; None leaves the family's own mask
+    logit_scale   factor on the scores (on q), or None
+    bias          what is added to the scores, or None
     """
 
     inv_freq: tuple[float, ...]
     rope_scale: float = 1.0
     stretch: Stretch | None = None
     permutation: tuple[int, ...] | None = None
+    window: Window | None = None
+    logit_scale: LogitScale | None = None
+    bias: Bias | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inv_freq", _frequencies(self.inv_freq, "LayerPlan.inv_freq"))
@@ -115,6 +123,11 @@ class LayerPlan:
         return sum(value != 0.0 for value in self.inv_freq)
 
     @property
+    def scores_changed(self) -> bool:
+        """Whether the layer does more to the scores than rotate q and k."""
+        return any(part is not None for part in (self.window, self.logit_scale, self.bias))
+
+    @property
     def rotated(self) -> bool:
         """Whether any pair of this layer is rotated (False: NoPE)."""
         return self.num_rotated > 0
@@ -127,12 +140,14 @@ class PositionPlan:
     layers    one per decoder layer
     base      fingerprint of the model it was built for (`ModelSpec.fingerprint`)
     pairing   layout of q/k rows in STORED weights; in memory they are always half-split
+    embedding what is added once to the token embeddings, or None
     scheme    name and options that produced it, canonical JSON, for people: not compared
     """
 
     layers: tuple[LayerPlan, ...]
     base: str
     pairing: Pairing = "half_split"
+    embedding: Embedding | None = None
     scheme: str = field(default='{"name": "custom"}', compare=False)
 
     def __post_init__(self) -> None:
@@ -187,7 +202,7 @@ class PositionPlan:
             "pairing": self.pairing,
             "kinds": [_layer_to_json(layer) for layer in distinct],
             "layers": [distinct.index(layer) for layer in self.layers],
-        }
+        } | ({} if self.embedding is None else {"embedding": part_to_json(self.embedding)})
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> PositionPlan:
@@ -203,6 +218,7 @@ class PositionPlan:
                 layers=tuple(kinds[_index(index)] for index in value["layers"]),
                 base=value["base"],
                 pairing=value["pairing"],
+                embedding=part_from_json(value["embedding"]) if "embedding" in value else None,
                 scheme=canonical_json(value["scheme"]),
             )
         except (KeyError, TypeError, IndexError, AttributeError) as error:
@@ -253,11 +269,14 @@ def _layer_to_json(layer: LayerPlan) -> dict[str, Any]:
         }
     if layer.permutation is not None:
         result["permutation"] = list(layer.permutation)
+    for name in _PARTS:
+        if (part := getattr(layer, name)) is not None:
+            result[name] = part_to_json(part)
     return result
 
 
 def _layer_from_json(value: Mapping[str, Any]) -> LayerPlan:
-    known = {"inv_freq", "rope_scale", "long_factors", "dynamic_ntk", "permutation"}
+    known = {"inv_freq", "rope_scale", "long_factors", "dynamic_ntk", "permutation", *_PARTS}
     if unknown := set(value) - known:
         raise PosencError(
             f"plan carries {sorted(unknown)[0]!r}, which this version of hf_posenc does not know; "
@@ -276,4 +295,5 @@ def _layer_from_json(value: Mapping[str, Any]) -> LayerPlan:
         rope_scale=value["rope_scale"],
         stretch=stretch,
         permutation=None if order is None else tuple(order),
+        **{name: part_from_json(value[name]) for name in _PARTS if name in value},
     )

@@ -28,7 +28,8 @@ from hf_posenc.files import write_text
 from hf_posenc.model_spec import ModelSpec
 from hf_posenc.plan import PositionPlan
 from hf_posenc.runtime import families
-from hf_posenc.runtime.install import check_switched_on, install
+from hf_posenc.runtime.install import check_switched_on, install, keep_scores
+from hf_posenc.runtime.scores import register_attention
 
 STUB = "posenc_stub.py"
 _configs: dict[str, Any] = {}
@@ -57,6 +58,7 @@ def config_class(family: str) -> Any:
             "validate_rope": _accept_rope,
             "from_dict": classmethod(from_dict),
             "to_dict": to_dict,
+            "get_text_config": _text_config,
             "register_for_auto_class": classmethod(_keep_auto_map),
             "__annotations__": {"posenc": "dict | None"},
             "__module__": __name__,
@@ -96,9 +98,14 @@ def model_class(family: str) -> Any:
                 write_stub(save_directory, family)
             return result
 
+        def set_attention(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+            stock.set_attn_implementation(self, attn_implementation, *args, **kwargs)
+            keep_scores(self)
+
         attributes = {
             "__init__": build,
             "save_pretrained": save,
+            "set_attn_implementation": set_attention,
             "config_class": config,
             "register_for_auto_class": classmethod(_keep_auto_map),
             "__annotations__": {"config": config},
@@ -156,6 +163,7 @@ def write_stub(folder: Path | str, family: str) -> None:
 def register_families() -> None:
     """Register the tested families; called when `hf_posenc` is imported."""
     ROPE_INIT_FUNCTIONS[families.POSENC_ROPE] = _posenc_rope
+    register_attention()
     for family in families.TESTED_FAMILIES:
         model_class(family)
 
@@ -277,6 +285,21 @@ def _posenc_rope(
 
 def _accept_rope(self: Any) -> None:
     """Do nothing: the rope parameters of a converted model are in its plan, which checks itself."""
+
+
+def _text_config(self: Any, decoder: Any = None, encoder: Any = None) -> Any:
+    """The config itself; for a cache, a copy that says which layers see only a window."""
+    if not decoder or getattr(self, "posenc", None) is None:
+        return self
+    windows = [layer.window for layer in plan_of_config(self).layers]
+    if not any(windows):
+        return self
+    # A cache layer holds one size: the widest window, which the masks cut down where needed.
+    view = copy.copy(self)
+    sliding = "sliding_attention"
+    view.layer_types = ["full_attention" if window is None else sliding for window in windows]
+    view.sliding_window = max(window.size for window in windows if window is not None)
+    return view
 
 
 def _keep_auto_map(cls: Any, auto_class: Any = None) -> None:

@@ -10,6 +10,7 @@ import copy
 import importlib
 import inspect
 import logging
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,8 +18,18 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from torch.nn.attention.flex_attention import create_block_mask
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_posenc.errors import PosencError, did_you_mean
@@ -332,3 +343,47 @@ def _no_transformers_warnings() -> Iterator[None]:
             yield
     finally:
         noisy.setLevel(level)
+
+
+def token_places(
+    hidden_states: torch.Tensor, cache: Any, layer: int
+) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Places in the row of a call's queries [T] and keys [S], and whether early keys are gone.
+
+    Asked before the layer writes to its cache; places count slots, padding included.
+    """
+    length, device = hidden_states.shape[1], hidden_states.device
+    keys, kv_start, q_start = length, 0, 0
+    if cache is not None:
+        keys, kv_start = cache.get_mask_sizes(length, layer)
+        q_start = cache.get_query_offset(layer)
+    q_start = q_start.to(device) if isinstance(q_start, torch.Tensor) else q_start
+    queries = torch.arange(length, device=device) + q_start
+    places = torch.arange(keys, device=device) + kv_start
+    return queries, places, not (isinstance(kv_start, int) and kv_start == 0)
+
+
+def stock_attention(name: str, module: Any) -> Any:
+    """The stock attention function of a name; "eager" is each modeling file's own."""
+    if name == "eager":
+        return vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+    return ALL_ATTENTION_FUNCTIONS[name]
+
+
+def register_attention(name: str, function: Any, masks_of: str) -> None:
+    """Add an attention implementation under a name of ours, with the masks of a stock one."""
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[masks_of])
+
+
+def narrowed_block_mask(mask: Any, allowed: torch.Tensor, kv_index: torch.Tensor) -> Any:
+    """A flex BlockMask that also asks `allowed` [B or 1, 1, T, S]; keys lie at `kv_index` [S]."""
+    rows = allowed.shape[0]
+
+    def narrowed(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        seen = allowed[batch if rows > 1 else 0, 0, query, key]
+        return seen & mask.mask_mod(batch, head, query, kv_index[key])
+
+    return create_block_mask(
+        narrowed, mask.shape[0], None, allowed.shape[2], allowed.shape[3], device=allowed.device
+    )

@@ -11,7 +11,10 @@ from torch import nn
 from hf_posenc.errors import PosencError
 from hf_posenc.model_spec import ModelSpec
 from hf_posenc.plan import LayerPlan, PositionPlan
-from hf_posenc.runtime import families
+from hf_posenc.parts import ALiBi, HeadScale, LearnedAbsolute, T5Bias
+from hf_posenc.runtime import families, scores
+from hf_posenc.runtime.bias import BIAS, HEAD_SCALE, HeadScaleTable, make_bias_module
+from hf_posenc.runtime.embedding import TABLE, AddPositions, PositionTable
 from hf_posenc.runtime.rotary import PickTable, PosencRotaryEmbedding
 from hf_posenc.runtime.weights import check_named_projections, check_permutable
 
@@ -78,6 +81,15 @@ def check_fit(model: Any, plan: PositionPlan, spec: ModelSpec) -> None:
                 "that re-pair features are not supported on it"
             )
         check_named_projections(attentions, f"{plan.label}")
+    for index, layer in enumerate(plan.layers):
+        if isinstance(layer.bias, ALiBi) and len(layer.bias.slopes) != spec.num_heads:
+            raise PosencError(
+                f"layer {index}: {len(layer.bias.slopes)} ALiBi slopes for {spec.num_heads} query "
+                "heads; give one per head"
+            )
+        if layer.scores_changed:
+            name = model.config._attn_implementation
+            scores.check_implementation(scores.PREFIX + name.removeprefix(scores.PREFIX), layer)
 
 
 def install(model: Any, plan: PositionPlan, spec: ModelSpec, *, loaded: bool = False) -> None:
@@ -101,7 +113,24 @@ def install(model: Any, plan: PositionPlan, spec: ModelSpec, *, loaded: bool = F
         installed.remove.append(handle.remove)
     rotary.installation = installed
     decoder.rotary_emb = rotary
+    _install_scores(decoder, attentions, installed, rotary.switch)
+    _install_embedding(decoder, installed, rotary.switch)
+    keep_scores(model)
     families.open_rotation_gates(attentions)
+
+
+def keep_scores(model: Any) -> None:
+    """Put our attention over the stock implementation the model is set to, where a plan needs it.
+
+    Errors: `PosencError` when that implementation cannot do what the plan asks.
+    """
+    installed = installation_of(model)
+    changed = [] if installed is None else [k for k in installed.plan.layers if k.scores_changed]
+    name = scores.PREFIX + str(model.config._attn_implementation).removeprefix(scores.PREFIX)
+    for layer in dict.fromkeys(changed):
+        scores.check_implementation(name, layer)
+    if changed:
+        model.config._attn_implementation = name
 
 
 def uninstall(model: Any) -> Installation:
@@ -113,12 +142,56 @@ def uninstall(model: Any) -> Installation:
     device = decoder.rotary_emb.inv_freq.device
     for remove in installed.remove:
         remove()
+    for module in list(decoder.modules()):
+        for name in (BIAS, HEAD_SCALE, TABLE):
+            if name in module._modules:
+                delattr(module, name)
+    name = model.config._attn_implementation
+    model.config._attn_implementation = name.removeprefix(scores.PREFIX)
     original = installed.original or families.build_stock_rotary(model.config)
     decoder.rotary_emb = original.to(device)
     families.restore_rotation_gates(
         families.attentions_of(decoder), families.stock_config(model.config)
     )
     return installed
+
+
+def _install_scores(decoder: Any, attentions: list[Any], installed: Any, switch: Any) -> None:
+    plan, spec = installed.plan, installed.spec
+    for attention, layer in zip(attentions, plan.layers, strict=True):
+        if not layer.scores_changed:
+            continue
+        factory = _factory(attention)
+        shared = isinstance(layer.bias, T5Bias) and layer.bias.shared
+        holder = decoder if shared else attention
+        bias = make_bias_module(layer.bias, spec.num_heads, spec.hidden_size, **factory)
+        if bias is not None and BIAS not in holder._modules:
+            setattr(holder, BIAS, bias)
+        if isinstance(layer.logit_scale, HeadScale):
+            setattr(attention, HEAD_SCALE, HeadScaleTable(spec.num_heads, **factory))
+        hook = scores.ScoreHook(switch, layer, [decoder] if shared else [])
+        handle = attention.register_forward_pre_hook(hook, with_kwargs=True)
+        installed.remove.append(handle.remove)
+
+
+def _install_embedding(decoder: Any, installed: Any, switch: Any) -> None:
+    part = installed.plan.embedding
+    if part is None:
+        return
+    if isinstance(part, LearnedAbsolute):
+        factory = _factory(decoder.layers[0].self_attn)
+        setattr(decoder, TABLE, PositionTable(part, installed.spec.hidden_size, **factory))
+    hook = AddPositions(switch, part, [decoder])
+    handle = decoder.layers[0].register_forward_pre_hook(hook, with_kwargs=True)
+    installed.remove.append(handle.remove)
+
+
+def _factory(attention: nn.Module) -> dict[str, Any]:
+    # New parameters in the dtype and on the device of the layer's own (first floating) weights.
+    for parameter in attention.parameters():
+        if parameter.is_floating_point():
+            return {"dtype": parameter.dtype, "device": parameter.device}
+    return {}
 
 
 def _distinct(layers: tuple[LayerPlan, ...]) -> tuple[tuple[LayerPlan, ...], list[int]]:
