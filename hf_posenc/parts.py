@@ -42,6 +42,7 @@ class ConstantScale:
 
     def __post_init__(self) -> None:
         _number(self.value, "logit scale", above=0.0)
+        object.__setattr__(self, "value", float(self.value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,8 @@ class PositionScale:
             )
         _number(self.floor, f"{self.form} scale: floor", above=1.0 if self.form == "log" else 0.0)
         _number(self.alpha, f"{self.form} scale: alpha", above=None)
+        object.__setattr__(self, "floor", float(self.floor))
+        object.__setattr__(self, "alpha", float(self.alpha))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,10 @@ class BiasTerm(Protocol):
     """A bias ready for one forward call of one layer."""
 
     def slab(self, rows: slice, q_index: torch.Tensor, kv_index: torch.Tensor) -> torch.Tensor:
-        """Bias of the queries `rows` (places q_index [c]) on keys kv_index [s]: [B or 1, H, c, s]."""
+        """Bias of queries `rows`, at places q_index [c], on keys at kv_index [s].
+
+        [B or 1, H, c, s].
+        """
 
 
 class AlibiTerm:
@@ -129,5 +132,3 @@ def bias_term(bias: Bias | None, holder: Any, hidden_states: torch.Tensor) -> Bi
         return AlibiTerm(torch.tensor(bias.slopes, device=hidden_states.device))
     term: BiasTerm = getattr(holder, BIAS).term(hidden_states)
     return term
-
-

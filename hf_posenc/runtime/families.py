@@ -353,11 +353,13 @@ def token_places(
     Asked before the layer writes to its cache; places count slots, padding included.
     """
     length, device = hidden_states.shape[1], hidden_states.device
-    keys, kv_start, q_start = length, 0, 0
+    keys, kv_start = length, 0
+    q_start: Any = 0
     if cache is not None:
         keys, kv_start = cache.get_mask_sizes(length, layer)
         q_start = cache.get_query_offset(layer)
-    q_start = q_start.to(device) if isinstance(q_start, torch.Tensor) else q_start
+    if isinstance(q_start, torch.Tensor):
+        q_start = q_start.to(device)
     queries = torch.arange(length, device=device) + q_start
     places = torch.arange(keys, device=device) + kv_start
     return queries, places, not (isinstance(kv_start, int) and kv_start == 0)

@@ -10,8 +10,8 @@ from torch import nn
 
 from hf_posenc.errors import PosencError
 from hf_posenc.model_spec import ModelSpec
-from hf_posenc.plan import LayerPlan, PositionPlan
 from hf_posenc.parts import ALiBi, HeadScale, LearnedAbsolute, T5Bias
+from hf_posenc.plan import LayerPlan, PositionPlan
 from hf_posenc.runtime import families, scores
 from hf_posenc.runtime.bias import BIAS, HEAD_SCALE, HeadScaleTable, make_bias_module
 from hf_posenc.runtime.embedding import TABLE, AddPositions, PositionTable

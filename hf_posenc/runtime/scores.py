@@ -172,10 +172,10 @@ def attend(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 def _sdpa(
     stock: Any, module: Any, query: Any, key: Any, value: Any, mask: Any, work: ScoreWork, kw: Any
 ) -> Any:
-    if mask is None and work.window is None and isinstance(work.bias, AlibiTerm):
-        if not work.scale_bias and query.shape[2] > 1:
-            return _alibi_features(stock, module, query, key, value, work, kw)
     length = query.shape[2]
+    plain = mask is None and work.window is None and not work.scale_bias
+    if plain and length > 1 and isinstance(work.bias, AlibiTerm):
+        return _alibi_features(stock, module, query, key, value, work, kw)
     if length <= BLOCK:
         return _block(stock, module, query, key, value, mask, work, kw, slice(0, length))
     outputs = []
@@ -302,5 +302,3 @@ def register_attention() -> None:
     """Add our implementations to transformers' registries, under names of our own."""
     for name in IMPLEMENTATIONS:
         families.register_attention(PREFIX + name, attend(name), name)
-
-

@@ -7,13 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_posenc.errors import PosencError, did_you_mean
+from hf_posenc.schemes.absolute import LearnedAbsoluteScheme, Sinusoidal
 from hf_posenc.schemes.base import Scheme
+from hf_posenc.schemes.biases import Alibi, QueryBiasScheme, T5BiasScheme
 from hf_posenc.schemes.compose import Compose, Group
 from hf_posenc.schemes.dual import Dual
 from hf_posenc.schemes.interleaved import Interleaved
 from hf_posenc.schemes.nope import Nope, NopeInterleaved
 from hf_posenc.schemes.p_rope import PRope
 from hf_posenc.schemes.partial import Partial
+from hf_posenc.schemes.presets import Drope, Gemma4, IRope, RNopeSwa, SmolLM3, Swan
 from hf_posenc.schemes.rope import Rope
 
 __all__ = ["Scheme", "as_scheme", "compose", "list_schemes", "make_scheme"]
@@ -26,6 +29,17 @@ _REGISTRY: dict[str, type[Scheme]] = {
     Nope.name: Nope,
     NopeInterleaved.name: NopeInterleaved,
     Dual.name: Dual,
+    Alibi.name: Alibi,
+    T5BiasScheme.name: T5BiasScheme,
+    QueryBiasScheme.name: QueryBiasScheme,
+    Sinusoidal.name: Sinusoidal,
+    LearnedAbsoluteScheme.name: LearnedAbsoluteScheme,
+    Gemma4.name: Gemma4,
+    SmolLM3.name: SmolLM3,
+    IRope.name: IRope,
+    RNopeSwa.name: RNopeSwa,
+    Swan.name: Swan,
+    Drope.name: Drope,
     Compose.name: Compose,
 }
 

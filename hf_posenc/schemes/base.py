@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hf_posenc.model_spec import ModelSpec
+from hf_posenc.parts import Embedding
 from hf_posenc.plan import LayerPlan, Pairing, PositionPlan, canonical_json
 from hf_posenc.schedule import Schedule, check_schedule, select_layers
 
@@ -45,6 +46,10 @@ class Scheme(ABC):
         """How feature pairs lie in the stored weights when the `selected` layers change."""
         return "half_split"
 
+    def embedding(self, spec: ModelSpec) -> Embedding | None:
+        """What is added to the token embeddings."""
+        return None
+
     def build(self, spec: ModelSpec) -> PositionPlan:
         """The plan for the model `spec` describes; the same inputs give an equal plan.
 
@@ -59,6 +64,7 @@ class Scheme(ABC):
             ),
             base=spec.fingerprint,
             pairing=pairing,
+            embedding=self.embedding(spec),
             scheme=canonical_json(self.describe()),
         )
 

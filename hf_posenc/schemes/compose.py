@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from hf_posenc.errors import PosencError, did_you_mean
 from hf_posenc.model_spec import ModelSpec
+from hf_posenc.parts import Embedding
 from hf_posenc.plan import LayerPlan, Pairing
 from hf_posenc.schedule import Schedule, check_schedule, select_layers
 from hf_posenc.schemes.base import Scheme
@@ -99,6 +100,16 @@ class Compose(Scheme):
             for group in self.groups
         }
         return "interleaved" if found == {"interleaved"} else "half_split"
+
+    def embedding(self, spec: ModelSpec) -> Embedding | None:
+        found = [group.scheme.embedding(spec) for group in self.groups]
+        added = [part for part in found if part is not None]
+        if len(added) > 1:
+            raise PosencError(
+                "two groups add vectors to the token embeddings, which happens once for the whole "
+                "model; keep one of them"
+            )
+        return added[0] if added else None
 
     def _owners(self, num_layers: int) -> tuple[Group | None, ...]:
         members = [select_layers(group.layers, num_layers) for group in self.groups]

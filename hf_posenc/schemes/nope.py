@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from hf_posenc.errors import PosencError
@@ -12,6 +12,7 @@ from hf_posenc.schedule import Schedule, check_offset, select_layers
 from hf_posenc.schemes.base import Scheme
 from hf_posenc.schemes.options import check_integer
 from hf_posenc.schemes.pairs import drop_rotation
+from hf_posenc.schemes.score_options import describe_scale, parse_scale
 
 _EVERY = 4
 
@@ -22,14 +23,28 @@ class Nope(Scheme):
 
     Position reaches such a layer through the causal mask and the residual stream alone. The
     attention factor of a YaRN or LongRoPE checkpoint stays: it is a temperature, not a rotation.
+
+    logit_scale  factor on the scores, as in `rope`
     Source: Kazemnejad et al., arXiv 2305.19466; DroPE, arXiv 2512.12167.
     """
 
     name: ClassVar[str] = "nope"
     source: ClassVar[str] = "Kazemnejad et al., arXiv 2305.19466; DroPE, arXiv 2512.12167"
 
+    logit_scale: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "logit_scale", parse_scale(self.logit_scale))
+
     def plan_layer(self, spec: ModelSpec, index: int) -> LayerPlan:
-        return drop_rotation(spec.layers[index])
+        return replace(drop_rotation(spec.layers[index]), logit_scale=self.logit_scale)
+
+    def describe(self) -> dict[str, Any]:
+        result = super().describe()
+        if self.logit_scale is not None:
+            result["logit_scale"] = describe_scale(self.logit_scale)
+        return result
 
 
 @dataclass(frozen=True, kw_only=True)
