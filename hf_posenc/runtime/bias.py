@@ -39,7 +39,7 @@ class AlibiTerm:
         return -self.slopes.view(1, -1, 1, 1) * distance
 
 
-class T5BiasTable(nn.Module):
+class PosencT5Bias(nn.Module):
     """One learned number per bucket and query head, zero at first: [buckets, H]."""
 
     def __init__(self, part: T5Bias, num_heads: int, **factory: Any) -> None:
@@ -61,7 +61,7 @@ class _T5Term:
         return self.weight[bucket].permute(2, 0, 1)[None]
 
 
-class QueryBiasProjection(nn.Module):
+class PosencQueryBias(nn.Module):
     """Inkling's bias: `relative` [H * rank, d_model] mixes the profiles `proj` [rank, extent].
 
     `proj` is zero at first, so that a fresh bias changes nothing.
@@ -92,7 +92,7 @@ class _QueryTerm:
         return by_distance.gather(-1, index).masked_fill(outside, 0.0)
 
 
-class HeadScaleTable(nn.Module):
+class PosencHeadScale(nn.Module):
     """One learned factor per query head, 1 at first: [H]."""
 
     def __init__(self, num_heads: int, **factory: Any) -> None:
@@ -118,9 +118,9 @@ def make_bias_module(
 ) -> nn.Module | None:
     """The module that holds a bias's parameters; None for a bias without any."""
     if isinstance(bias, T5Bias):
-        return T5BiasTable(bias, num_heads, **factory)
+        return PosencT5Bias(bias, num_heads, **factory)
     if isinstance(bias, QueryBias):
-        return QueryBiasProjection(bias, num_heads, hidden_size, **factory)
+        return PosencQueryBias(bias, num_heads, hidden_size, **factory)
     return None
 
 

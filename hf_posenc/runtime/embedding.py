@@ -19,7 +19,7 @@ from hf_posenc.runtime.rotary import PlanSwitch
 TABLE = "posenc_positions"
 
 
-class PositionTable(nn.Module):
+class PosencPositions(nn.Module):
     """`LearnedAbsolute`'s vectors, [max_positions, d_model], trained with the model."""
 
     def __init__(self, part: LearnedAbsolute, hidden_size: int, **factory: Any) -> None:

@@ -13,8 +13,8 @@ from hf_posenc.model_spec import ModelSpec
 from hf_posenc.parts import ALiBi, HeadScale, LearnedAbsolute, T5Bias
 from hf_posenc.plan import LayerPlan, PositionPlan
 from hf_posenc.runtime import families, scores
-from hf_posenc.runtime.bias import BIAS, HEAD_SCALE, HeadScaleTable, make_bias_module
-from hf_posenc.runtime.embedding import TABLE, AddPositions, PositionTable
+from hf_posenc.runtime.bias import BIAS, HEAD_SCALE, PosencHeadScale, make_bias_module
+from hf_posenc.runtime.embedding import TABLE, AddPositions, PosencPositions
 from hf_posenc.runtime.rotary import PickTable, PosencRotaryEmbedding
 from hf_posenc.runtime.weights import check_named_projections, check_permutable
 
@@ -168,7 +168,7 @@ def _install_scores(decoder: Any, attentions: list[Any], installed: Any, switch:
         if bias is not None and BIAS not in holder._modules:
             setattr(holder, BIAS, bias)
         if isinstance(layer.logit_scale, HeadScale):
-            setattr(attention, HEAD_SCALE, HeadScaleTable(spec.num_heads, **factory))
+            setattr(attention, HEAD_SCALE, PosencHeadScale(spec.num_heads, **factory))
         hook = scores.ScoreHook(switch, layer, [decoder] if shared else [])
         handle = attention.register_forward_pre_hook(hook, with_kwargs=True)
         installed.remove.append(handle.remove)
@@ -180,7 +180,7 @@ def _install_embedding(decoder: Any, installed: Any, switch: Any) -> None:
         return
     if isinstance(part, LearnedAbsolute):
         factory = _factory(decoder.layers[0].self_attn)
-        setattr(decoder, TABLE, PositionTable(part, installed.spec.hidden_size, **factory))
+        setattr(decoder, TABLE, PosencPositions(part, installed.spec.hidden_size, **factory))
     hook = AddPositions(switch, part, [decoder])
     handle = decoder.layers[0].register_forward_pre_hook(hook, with_kwargs=True)
     installed.remove.append(handle.remove)

@@ -230,13 +230,14 @@ def _alibi_features(
     """ALiBi as two more features, so that the causal kernel runs without any mask.
 
     slope * j differs from -slope * (i - j) by a constant of the query's row, which softmax does
-    not see. Key j carries j - j_last = 256 * high + low, both exact in bfloat16.
+    not see. Key j carries j - j_last = -(256 * high + low), both exact in bfloat16, and high is 0
+    for the last 256 keys.
     """
     assert isinstance(work.bias, AlibiTerm)
     scaling = kw.get("scaling") or query.shape[-1] ** -0.5
-    place = work.kv_index - work.kv_index[-1]
-    high = torch.div(place, 256, rounding_mode="floor")
-    features = torch.stack((high, place - 256 * high), dim=-1).to(key.dtype)
+    back = work.kv_index[-1] - work.kv_index
+    high = torch.div(back, 256, rounding_mode="floor")
+    features = -torch.stack((high, back - 256 * high), dim=-1).to(key.dtype)
     slopes = (work.bias.slopes / scaling).to(query.device)
     factors = torch.stack((256 * slopes, slopes), dim=-1).to(query.dtype)
     query = torch.cat((query, factors[None, :, None].expand(*query.shape[:3], 2)), dim=-1)
