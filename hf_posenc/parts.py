@@ -154,6 +154,8 @@ Bias = ALiBi | T5Bias | QueryBias
 Embedding = Sinusoidal | LearnedAbsolute
 Part = Window | LogitScale | Bias | Embedding
 
+LEARNED = (HeadScale, T5Bias, QueryBias, LearnedAbsolute)  # parts with parameters of their own
+
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
@@ -189,6 +191,29 @@ def part_from_json(value: Mapping[str, Any]) -> Any:
     return _KINDS[kind](
         **{key: tuple(item) if isinstance(item, list) else item for key, item in fields.items()}
     )
+
+
+def part_text(part: Part) -> str:
+    """A part in a few words, for tables."""
+    match part:
+        case Window(size, chunked):
+            return f"{'chunks' if chunked else 'window'} of {size}"
+        case ConstantScale(value):
+            return f"x {value:g}"
+        case PositionScale(form, floor, alpha):
+            return f"{form} from {floor:g}" + ("" if form == "log" else f", alpha {alpha:g}")
+        case HeadScale():
+            return "learned per head"
+        case ALiBi():
+            return "ALiBi"
+        case T5Bias(buckets, max_distance, shared):
+            return f"T5, {buckets} to {max_distance}" + (", shared" if shared else "")
+        case QueryBias(rank, extent):
+            return f"query, rank {rank} to {extent}"
+        case Sinusoidal(scale_embeddings):
+            return "sinusoidal" + (", embeddings x sqrt(d)" if scale_embeddings else "")
+        case LearnedAbsolute(max_positions, init):
+            return f"learned, {max_positions} positions, {init} at first"
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:

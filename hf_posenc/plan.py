@@ -22,7 +22,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_posenc.errors import PosencError
-from hf_posenc.parts import Bias, Embedding, LogitScale, Window, part_from_json, part_to_json
+from hf_posenc.parts import (
+    LEARNED,
+    Bias,
+    Embedding,
+    LogitScale,
+    Window,
+    part_from_json,
+    part_to_json,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -191,6 +199,12 @@ class PositionPlan:
     def permuted(self) -> bool:
         """Whether any layer's q/k features are re-ordered in memory."""
         return any(layer.permutation is not None for layer in self.layers)
+
+    @property
+    def adds_parameters(self) -> bool:
+        """Whether the plan brings parameters of its own, which are trained and saved."""
+        in_layers = [part for k in self.layers for part in (k.logit_scale, k.bias)]
+        return any(isinstance(part, LEARNED) for part in (self.embedding, *in_layers))
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; equal layers are written once."""

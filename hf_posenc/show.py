@@ -18,6 +18,7 @@ from hf_posenc.checkpoint.io import register_checkpoint_family
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.style import length_text, tokens_text
 from hf_posenc.model_spec import ModelSpec
+from hf_posenc.parts import Part, part_text
 from hf_posenc.plan import DynamicNTK, LayerPlan, LongFactors, PositionPlan, canonical_json
 from hf_posenc.schemes import Scheme
 from hf_posenc.sources import resolve_model
@@ -26,6 +27,9 @@ _LEAST_THETA = 5000.0
 _BARS = "▁▂▃▄▅▆▇█"
 # Dark to light as the wavelength grows: viridis, the map of the PNG.
 _COLOURS = ("#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b")
+
+
+_NO_PART = "-"
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,9 @@ class PlanRow:
     scale: str
     stretch: str
     order: str
+    window: str
+    logits: str
+    bias: str
 
 
 def read_plan(source: str, scheme: Scheme | None = None) -> tuple[ModelSpec, PositionPlan]:
@@ -83,6 +90,9 @@ def plan_rows(plan: PositionPlan) -> list[PlanRow]:
             scale="1" if kind.rope_scale == 1 else f"{kind.rope_scale:.4g}",
             stretch=_stretch_text(kind),
             order=_order_text(kind.permutation),
+            window=_part_text(kind.window),
+            logits=_part_text(kind.logit_scale),
+            bias=_part_text(kind.bias),
         )
         for kind in dict.fromkeys(plan.layers)
     ]
@@ -99,6 +109,9 @@ def plan_table(plan: PositionPlan) -> Table:
         ("scale", "scale", "1"),
         ("length rule", "stretch", "none"),
         ("order", "order", "as stored"),
+        ("sees", "window", _NO_PART),
+        ("scores", "logits", _NO_PART),
+        ("bias", "bias", _NO_PART),
     ]
     shown = [
         (head, name) for head, name, dull in columns if any(getattr(r, name) != dull for r in rows)
@@ -218,6 +231,10 @@ def _stretch_text(layer: LayerPlan) -> str:
     if isinstance(stretch, DynamicNTK):
         return f"dynamic NTK x{stretch.factor:g} beyond {length_text(stretch.original_length)}"
     return "none"
+
+
+def _part_text(part: Part | None) -> str:
+    return _NO_PART if part is None else part_text(part)
 
 
 def _order_text(permutation: tuple[int, ...] | None) -> str:

@@ -13,6 +13,7 @@ import yaml
 from hf_posenc.checkpoint.source_folder import hub_snapshot
 from hf_posenc.errors import PosencError
 from hf_posenc.files import read_json, write_text
+from hf_posenc.parts import part_text
 from hf_posenc.plan import PositionPlan, canonical_json
 from hf_posenc.show import plan_rows
 
@@ -130,16 +131,27 @@ def _summary(plan: PositionPlan, base: Origin, healing: Mapping[str, Any] | None
 
 
 def _plan_table(plan: PositionPlan) -> str:
-    rows = [
-        (row.layers, row.rotated, row.base, row.wavelengths, row.scale, row.stretch, row.order)
-        for row in plan_rows(plan)
-    ]
-    header = ("layers", "pairs", "base", "wavelengths (tokens)", "scale", "by length", "features")
+    columns = {
+        "layers": "layers",
+        "rotated": "pairs",
+        "base": "base",
+        "wavelengths": "wavelengths (tokens)",
+        "scale": "scale",
+        "stretch": "by length",
+        "order": "features",
+        "window": "sees",
+        "logits": "scores",
+        "bias": "bias",
+    }
+    rows = [tuple(getattr(row, name) for name in columns) for row in plan_rows(plan)]
+    header = tuple(columns.values())
     lines = [
         f"- scheme: {_code(canonical_json(plan.scheme_dict))}",
         f"- plan digest: `{plan.digest}`, built for base fingerprint `{plan.base}`",
         f"- q/k rows are stored {plan.pairing.replace('_', '-')}",
     ]
+    if plan.embedding is not None:
+        lines.append(f"- added to the token embeddings: {part_text(plan.embedding)}")
     return "\n".join(lines) + "\n\n" + _table(header, rows)
 
 

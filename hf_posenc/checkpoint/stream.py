@@ -82,6 +82,11 @@ def convert_checkpoint(
         config = _stock_config(folder)
         spec = ModelSpec.from_config(config)
         plan = build_plan(scheme, options, spec)
+        if plan.adds_parameters:
+            raise PosencError(
+                f"{plan.label} adds parameters of its own, which a conversion of files does not "
+                "create; load the model, patch_model, and save_pretrained"
+            )
         source = read_source(folder, keep_code=keep_code)
         orders = stored_orders(config, plan, spec, source)
         base = describe_base(str(src), folder, hub_id=base_model)

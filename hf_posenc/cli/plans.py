@@ -65,6 +65,7 @@ def show(
     """Show the plan of a checkpoint, or what a scheme would make of it; reads the config alone."""
     from hf_posenc.evaluation.figures import plan_map
     from hf_posenc.evaluation.style import save_png
+    from hf_posenc.parts import part_text
     from hf_posenc.show import plan_heat, plan_summary, plan_table, read_plan
 
     chosen = chosen_scheme(scheme, settings, scheme_file)
@@ -77,6 +78,8 @@ def show(
     else:
         console = screen()
         console.print(f"{model}: {plan.label}", markup=False, soft_wrap=True)
+        if plan.embedding is not None:
+            console.print(f"added to the token embeddings: {part_text(plan.embedding)}")
         console.print(plan_table(plan))
         console.print(plan_heat(plan))
     if png is not None:
