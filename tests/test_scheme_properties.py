@@ -34,20 +34,31 @@ scalings = st.one_of(
 )
 
 
+windows = st.integers(1, 64)
+every = st.integers(1, LAYERS)
+scales = st.one_of(
+    st.floats(0.1, 10),
+    st.just("per_head"),
+    st.tuples(st.sampled_from(["llama4", "log", "inkling", "drope"]), st.floats(1.5, 1e5)).map(
+        lambda pair: {"kind": pair[0], "floor": pair[1]}
+    ),
+)
+
+
 def options(**values):
     """Keyword options, each left out sometimes."""
     return st.fixed_dictionaries({}, optional={**values, "layers": schedules})
 
 
 OPTIONS = {
-    "rope": options(theta=thetas, scaling=scalings),
+    "rope": options(theta=thetas, scaling=scalings, window=windows, logit_scale=scales),
     "interleaved": options(preserve=st.booleans()),
     "partial": options(
         fraction=st.sampled_from([1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1]),
         pairs=st.sampled_from(["matched", "raw"]),
     ),
     "p_rope": options(p=st.floats(0.13, 1), select=st.sampled_from(["high", "low", "uniform"])),
-    "nope": options(),
+    "nope": options(logit_scale=scales),
     "nope_interleaved": st.one_of(
         st.integers(1, LAYERS).flatmap(
             lambda every: st.fixed_dictionaries(
@@ -62,7 +73,37 @@ OPTIONS = {
         theta_local=st.none() | thetas,
         theta_global=st.none() | thetas,
         p_global=st.floats(0.13, 1),
+        window=windows,
     ),
+    "alibi": options(keep_rope=st.booleans()),
+    "t5_bias": options(
+        buckets=st.integers(1, 16).map(lambda half: 2 * half),
+        max_distance=st.integers(17, 256),
+        share_layers=st.booleans(),
+        keep_rope=st.booleans(),
+    ),
+    "query_bias": options(
+        rank=st.integers(1, 16), extent=st.integers(1, 1024), keep_rope=st.booleans()
+    ),
+    "sinusoidal": options(scale_embeddings=st.booleans(), keep_rope=st.booleans()),
+    "learned_absolute": options(
+        max_positions=st.integers(1, 256),
+        init=st.sampled_from(["zero", "sinusoidal"]),
+        keep_rope=st.booleans(),
+    ),
+    "gemma4": options(every=every, window=windows, p=st.floats(0.13, 1)),
+    "smollm3": st.fixed_dictionaries({}, optional={"every": every}),
+    "irope": options(every=every, chunk=windows, scale_floor=windows, scale_alpha=st.floats(0, 1)),
+    "rnope_swa": options(every=every, window=windows, theta=thetas),
+    "swan": st.fixed_dictionaries(
+        {"every": st.just(4)},
+        optional={
+            "offset": st.integers(0, 3),
+            "window": windows,
+            "scale_base": st.floats(1.5, 1e5),
+        },
+    ),
+    "drope": options(scale_c=st.floats(0.01, 1), trained_length=st.integers(1, 10**6)),
 }
 simple = st.one_of(
     *(

@@ -261,6 +261,15 @@ def test_bad_options_are_one_clear_line(scheme: str, options: dict[str, Any], me
     assert "\n" not in str(caught.value)
 
 
+def test_two_shared_tables_of_different_shape_are_refused(base: Any) -> None:
+    groups = [
+        {"layers": [0], "scheme": {"name": "t5_bias", "buckets": 8, "max_distance": 16}},
+        {"layers": [1], "scheme": {"name": "t5_bias", "buckets": 4, "max_distance": 16}},
+    ]
+    with pytest.raises(PosencError, match="2 different T5 tables"):
+        hf_posenc.patch_model(base, "compose", groups=groups)
+
+
 def test_slopes_for_no_heads_and_for_other_heads_are_refused(base: Any) -> None:
     from dataclasses import replace
 

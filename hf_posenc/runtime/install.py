@@ -81,6 +81,12 @@ def check_fit(model: Any, plan: PositionPlan, spec: ModelSpec) -> None:
                 "that re-pair features are not supported on it"
             )
         check_named_projections(attentions, f"{plan.label}")
+    shared = {k.bias for k in plan.layers if isinstance(k.bias, T5Bias) and k.bias.shared}
+    if len(shared) > 1:
+        raise PosencError(
+            f"{plan.label}: {len(shared)} different T5 tables are to be shared by all layers; use "
+            "one, or share_layers=False"
+        )
     for index, layer in enumerate(plan.layers):
         if isinstance(layer.bias, ALiBi) and len(layer.bias.slopes) != spec.num_heads:
             raise PosencError(

@@ -38,6 +38,7 @@ class Sinusoidal(AbsoluteScheme):
     """Fixed sines and cosines of the position, frequencies 10000^(-2i/d_model).
 
     scale_embeddings  multiply the token embeddings by sqrt(d_model) first, as the paper does
+    keep_rope         whether the layers' rotation stays beside the vectors
     Source: Vaswani et al., arXiv 1706.03762.
     """
 
@@ -62,6 +63,7 @@ class LearnedAbsoluteScheme(AbsoluteScheme):
 
     max_positions  rows of the table; None takes the config's max_position_embeddings
     init           "zero" (with keep_rope a fresh conversion changes nothing) or "sinusoidal"
+    keep_rope      whether the layers' rotation stays beside the vectors
     Source: GPT-2.
     """
 

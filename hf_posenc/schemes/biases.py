@@ -40,6 +40,7 @@ class BiasScheme(Scheme):
 class Alibi(BiasScheme):
     """-slope_h * distance on the scores, one fixed slope per query head; no rotation by default.
 
+    keep_rope  whether the layer's rotation stays beside the bias
     A fresh conversion changes the function: there is no setting of the slopes that does not.
     Source: Press et al., arXiv 2108.12409.
     """
@@ -60,6 +61,7 @@ class T5BiasScheme(BiasScheme):
     buckets       even: the first half exact distances, the rest log-spaced to max_distance
     max_distance  tokens; farther keys share the last bucket
     share_layers  one table for the whole model, as in T5, else one per layer
+    keep_rope     whether the layer's rotation stays beside the bias
     With keep_rope a fresh conversion changes nothing; without it, it is `nope`.
     Source: T5, arXiv 1910.10683.
     """
@@ -86,6 +88,7 @@ class QueryBiasScheme(BiasScheme):
 
     rank    numbers per query head that mix the distance profiles
     extent  tokens; the bias is zero from that distance on
+    keep_rope  whether the layer's rotation stays beside the bias
     With keep_rope a fresh conversion changes nothing; without it, it is `nope`.
     Source: Inkling in transformers.
     """

@@ -21,6 +21,8 @@ from hf_posenc.schemes.rope import Rope
 class SmolLM3(NopeInterleaved):
     """Every n-th layer has no rotation: `nope_interleaved` under the model's name.
 
+    every   the unrotated layers are those with (i + 1) % every == 0
+    offset  the unrotated layers are those with i % every == offset instead
     Source: SmolLM3 in transformers.
     """
 
