@@ -79,17 +79,31 @@ def convert(
     settings: SetOption = None,
     scheme_file: SchemeFileOption = None,
     dtype: DtypeOption = None,
+    resume: Annotated[
+        bool,
+        typer.Option(help="Go on where a killed conversion stopped, or begin anew."),
+    ] = True,
 ) -> None:
-    """Save a model with another positional encoding, with its tokenizer."""
+    """Save a model with another positional encoding, with its tokenizer and a model card.
+
+    Files are rewritten one tensor at a time, whatever the model's size. With --dtype, or a scheme
+    that brings parameters of its own, the model is loaded instead.
+    """
     chosen = required_scheme(scheme, settings, scheme_file)
     wanted = checked_dtype(dtype)
-    _require_new(out)
     from hf_posenc.checkpoint.io import save_converted
+    from hf_posenc.checkpoint.stream import convert_checkpoint
     from hf_posenc.runtime.patch import patch_model
     from hf_posenc.show import read_plan
     from hf_posenc.sources import load_pretrained, load_tokenizer
 
+    _require_new(out)
     _, plan = read_plan(model, chosen)
+    if wanted is None and not plan.adds_parameters:
+        convert_checkpoint(model, out, chosen, resume=resume)
+        say(f"{plan.label}; load it with hf_posenc.load_model({str(out)!r})")
+        print(out)
+        return
     with waiting(f"loading {model}"):
         tokenizer = load_tokenizer(model)
         loaded = patch_model(load_pretrained(model, dtype=wanted), plan)
