@@ -125,3 +125,15 @@ def test_ci_runs_the_readme_command() -> None:
         check=True,
     )
     assert done.stdout == readme_command("tests")
+
+
+def test_the_readme_lists_every_scheme_and_command() -> None:
+    import typer.main
+
+    from hf_posenc.cli import app
+    from hf_posenc.schemes import list_schemes
+
+    text = (ROOT / "README.md").read_text()
+    assert [name for name in list_schemes() if f"| `{name}` |" not in text] == []
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert [name for name in commands if f"hf-posenc {name}" not in text] == []
