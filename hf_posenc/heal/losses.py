@@ -28,9 +28,25 @@ def kl(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
 
     Exactly 0 for equal logits. Only the student's logits receive a gradient.
     """
-    student = student_logits.float().log_softmax(-1)
-    teacher = teacher_logits.detach().float().log_softmax(-1)
-    return functional.kl_div(student, teacher, reduction="sum", log_target=True)
+    return _ForwardKL.apply(student_logits, teacher_logits)
+
+
+class _ForwardKL(torch.autograd.Function):
+    # Value and gradient in one pass over four buffers: half the memory and traffic that autograd
+    # needs for the same formula.
+    @staticmethod
+    def forward(ctx: Any, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+        student = student_logits.float().log_softmax(-1)
+        teacher = teacher_logits.float().log_softmax(-1)
+        probability = teacher.exp()
+        value = teacher.sub_(student).mul_(probability).sum()
+        if ctx.needs_input_grad[0]:
+            ctx.gradient = student.exp_().sub_(probability).to(student_logits.dtype)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        return ctx.gradient * upstream.to(ctx.gradient.dtype), None
 
 
 def hidden(student: Tensor, teacher: Tensor) -> Tensor:
