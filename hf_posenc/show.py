@@ -19,7 +19,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.style import length_text, tokens_text
 from hf_posenc.model_spec import ModelSpec
 from hf_posenc.parts import Part, part_text
-from hf_posenc.plan import DynamicNTK, LayerPlan, LongFactors, PositionPlan, canonical_json
+from hf_posenc.plan import DynamicNTK, LayerPlan, LongFactors, PositionPlan
 from hf_posenc.schemes import Scheme
 from hf_posenc.sources import resolve_model
 
@@ -75,8 +75,7 @@ def read_plan(source: str, scheme: Scheme | None = None) -> tuple[ModelSpec, Pos
         return spec, plan
     if scheme is not None:
         return spec, scheme.build(spec)
-    own = canonical_json({"name": "the checkpoint's own encoding"})
-    return spec, PositionPlan(spec.layers, base=spec.fingerprint, scheme=own)
+    return spec, PositionPlan.from_config(config)
 
 
 def plan_rows(plan: PositionPlan) -> list[PlanRow]:

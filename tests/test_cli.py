@@ -23,7 +23,7 @@ from hf_posenc.evaluation import texts as evaluation_texts
 from hf_posenc.heal import list_recipes, load_recipe
 from hf_posenc.schemes import list_schemes
 
-COMMANDS = ("run", "schemes", "show", "convert", "heal", "eval", "report")
+COMMANDS = ("run", "schemes", "show", "convert", "export", "heal", "eval", "report")
 NOPE = ("--scheme", "nope_interleaved", "--set", "every=2")
 
 
@@ -131,6 +131,24 @@ def test_convert_saves_what_patch_model_makes(call: Any, disk: Path, tmp_path: P
         found = load_model(tmp_path / "new")(ids).logits
         assert torch.equal(found, expected(ids).logits)
     assert (tmp_path / "new" / "tokenizer.json").is_file()
+
+
+def test_export_writes_a_stock_checkpoint_and_refuses_what_has_none(
+    call: Any, disk: Path, tmp_path: Path
+) -> None:
+    assert call("convert", disk / "model", tmp_path / "new", *NOPE).exit_code == 0
+    result = call("export", tmp_path / "new", tmp_path / "stock")
+    assert result.exit_code == 0, result.output
+    assert "SmolLM3ForCausalLM" in result.output
+    config = json.loads((tmp_path / "stock" / "config.json").read_text())
+    assert config["model_type"] == "smollm3" and "posenc" not in config
+    shown = call("show", tmp_path / "stock")
+    assert shown.exit_code == 0 and "smollm3" in shown.output
+
+    assert call("convert", disk / "model", tmp_path / "bias", "--scheme", "alibi").exit_code == 0
+    refused(call("export", tmp_path / "bias", tmp_path / "none"), "bias")
+    assert not (tmp_path / "none").exists()
+    refused(call("export", tmp_path / "new", tmp_path / "x", "--target", "smolm3"), "smollm3")
 
 
 def test_convert_takes_a_composition_from_a_file(call: Any, disk: Path, tmp_path: Path) -> None:

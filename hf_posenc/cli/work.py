@@ -113,6 +113,44 @@ def convert(
     print(out)
 
 
+@app.command(
+    epilog="Example: hf-posenc export runs/quickstart/converted smollm2-nope4 --target auto"
+)
+def export(
+    model: ModelArgument,
+    out: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="New folder, or a new .gguf file.", show_default=False),
+    ],
+    target: Annotated[
+        str, typer.Option(metavar="NAME", help="Stock architecture; auto changes weights least.")
+    ] = "auto",
+    merge: Annotated[
+        bool, typer.Option(help="Merge an adapter into the weights, or write it beside them.")
+    ] = True,
+) -> None:
+    """Write a converted model or adapter as a checkpoint that loads without this package.
+
+    The result is loaded through transformers alone and compared with the plan before it appears.
+    Refused, with the reason, where no stock architecture computes the plan.
+    """
+    from hf_posenc.checkpoint.native import export_native
+
+    with waiting(f"exporting {model}"):
+        report = export_native(model, out, target, merge=merge)
+    say(f"{report.target}: loads as {report.architecture}")
+    for line in report.weight_changes or ("weights as they were",):
+        say(f"  {line}")
+    if report.max_logit_difference is not None:
+        say(
+            f"  largest logit difference {report.max_logit_difference:.2g}, "
+            f"logits up to {report.max_logit:.3g}"
+        )
+    for line in report.notes:
+        say(f"  {line}")
+    print(out)
+
+
 @app.command(epilog="Example: hf-posenc heal quickstart --out runs/quickstart/healed")
 def heal(
     recipe: RecipeArgument,

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_posenc.checkpoint.native.case import Case, Draft
 from hf_posenc.checkpoint.native.report import Unexportable
-from hf_posenc.checkpoint.read_back import plan_from_config
-from hf_posenc.plan import LayerPlan
+from hf_posenc.plan import LayerPlan, PositionPlan
 from hf_posenc.runtime.patch import base_of
 
 FAR = 131072
@@ -134,7 +133,7 @@ def check_tables(case: Case, config: Any) -> None:
 
     Order aside (partial families put rotated pairs first), each may be one float32 unit off.
     """
-    found = plan_from_config(config).layers
+    found = PositionPlan.from_config(config).layers
     for index, (wanted, read) in enumerate(zip(case.layers, found, strict=True)):
         pairs = zip(_rotated(wanted), _rotated(read), strict=False)
         if (
