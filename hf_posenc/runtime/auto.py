@@ -43,7 +43,7 @@ def config_class(family: str) -> Any:
         name = f"Posenc{stock.__name__}"
 
         def from_dict(cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-            _refuse_edited_rope(config_dict)
+            _read_plan(config_dict)  # before validators that would wrap what it says
             return super(made, cls).from_dict(config_dict, **kwargs)
 
         def to_dict(self: Any) -> dict[str, Any]:
@@ -122,14 +122,8 @@ def model_class(family: str) -> Any:
 
 def plan_of_config(config: PreTrainedConfig) -> PositionPlan:
     """The plan a `Posenc<Family>Config` carries."""
-    posenc = getattr(config, "posenc", None)
-    if not isinstance(posenc, dict) or not {"plan", "base_rope_parameters"} <= posenc.keys():
-        raise PosencError(
-            f"a config of type {config.model_type!r} without its plan (key 'posenc'); the "
-            "checkpoint is damaged or was not written by hf_posenc"
-        )
-    _refuse_edited_rope({"posenc": posenc, "rope_parameters": config.rope_parameters})
-    return PositionPlan.from_json(posenc["plan"])
+    names = ("model_type", "posenc", "rope_parameters")
+    return _read_plan({name: getattr(config, name, None) for name in names})
 
 
 def to_posenc_config(config: PreTrainedConfig, plan: PositionPlan) -> Any:
@@ -240,11 +234,14 @@ def _reorders(conversion: Any) -> bool:
     return any(isinstance(operation, ReorderStoredHeads) for operation in operations)
 
 
-def _refuse_edited_rope(config: dict[str, Any]) -> None:
-    # The plan decides: an edited base would be ignored in silence.
+def _read_plan(config: dict[str, Any]) -> PositionPlan:
     posenc = config.get("posenc")
-    if not isinstance(posenc, dict) or "base_rope_parameters" not in posenc:
-        return  # said with more words by `plan_of_config`
+    if not isinstance(posenc, dict) or not {"plan", "base_rope_parameters"} <= posenc.keys():
+        raise PosencError(
+            f"a config of type {config.get('model_type')!r} without its plan (key 'posenc'); the "
+            "checkpoint is damaged or was not written by hf_posenc"
+        )
+    # The plan decides: an edited base would be ignored in silence.
     base = posenc["base_rope_parameters"]
     wanted = {"rope_parameters": _marked(base), "rope_theta": base.get("rope_theta")}
     for key, value in wanted.items():
@@ -253,15 +250,15 @@ def _refuse_edited_rope(config: dict[str, Any]) -> None:
                 f"config.json says {key} = {config[key]}, its plan was made for {value}; it was "
                 "edited after the conversion: convert the base checkpoint anew instead"
             )
+    return PositionPlan.from_json(posenc["plan"])
 
 
 def _marked(rope_parameters: dict[str, Any]) -> dict[str, Any]:
     # A rope type that stock code does not know: loading as plain RoPE cannot happen in silence.
     if nested := {k: v for k, v in rope_parameters.items() if isinstance(v, dict)}:
         return {key: _marked(value) for key, value in nested.items()}
-    kept = ("rope_theta", "partial_rotary_factor")
-    marked = {key: rope_parameters[key] for key in kept if key in rope_parameters}
-    return {"rope_type": families.POSENC_ROPE, **marked}
+    # The other keys stay: some families read them for their attention scale.
+    return {**rope_parameters, "rope_type": families.POSENC_ROPE}
 
 
 def _posenc_rope(

@@ -55,7 +55,7 @@ def decoder_of(model: nn.Module) -> nn.Module:
     found = [
         module
         for module in model.modules()
-        if hasattr(module, "rotary_emb")
+        if getattr(module, "rotary_emb", None) is not None
         and isinstance(getattr(module, "layers", None), nn.ModuleList)
     ]
     if len(found) != 1:
