@@ -23,6 +23,7 @@ from hf_posenc.checkpoint.native import (
 )
 from hf_posenc.checkpoint.native.beside import check_adapter, with_adapter, write_adapter
 from hf_posenc.checkpoint.native.case import Case, Draft, check_known
+from hf_posenc.checkpoint.native.gguf import export_gguf
 from hf_posenc.checkpoint.native.report import ExportReport, Unexportable
 from hf_posenc.checkpoint.native.source import open_source
 from hf_posenc.checkpoint.native.target import Target
@@ -69,16 +70,21 @@ def export_native(
 
     model_or_path  a patched model (left as it is), a converted checkpoint, an adapter folder, or
                    a PEFT model on a patched base
-    dst            a new or empty folder; it appears when everything is written and checked
-    target         "auto" (no or least change of weights) or a name of `list_targets()`
+    dst            a new or empty folder, or a new `.gguf` file; it appears when everything is
+                   written and checked
+    target         "auto" (no or least change of weights; "gguf" when `dst` is a .gguf file) or a
+                   name of `list_targets()`
     merge          merge adapters into the weights (in float32, rounded once); False writes the
                    adapter to `dst`/adapter, re-ordered where rows are
     tokenizer      written along; None takes the one beside the model's files
     The reloaded export is compared with the plan on random tokens at positions up to 200k: in the
-    model's dtype where the target is exact, else in float32 (which takes a float32 copy).
+    model's dtype where the target is exact, else in float32 (which takes a float32 copy). A GGUF
+    file is read back and compared with the plan's frequencies and weights; llama.cpp is not run.
     Errors: `Unexportable` (a `PosencError`) with the reason; nothing is written then.
     """
     _check_target(target)
+    if target == "gguf" or (target == "auto" and Path(dst).suffix == ".gguf"):
+        return export_gguf(model_or_path, Path(dst), merge=merge, tokenizer=tokenizer)
     source = open_source(model_or_path, merge=merge)
     case = source.case
     check_known(case.plan)
@@ -87,13 +93,14 @@ def export_native(
     with staged_directory(dst) as stage:
         architecture = write_model(case, draft, source, stage)
         note = write_tokenizer(tokenizer, source.folder, stage)
+        if source.adapter is not None:
+            write_adapter(source.adapter, draft, stage, Path(dst))
         measured = source.adapter if source.adapter is not None else source.model
         wanted = reference(measured, draft, calls, owned=source.owned)
         stock = load_stock(stage, draft, source.model)
         check_tables(case, stock.config)
         if source.adapter is not None:
-            folder = write_adapter(source.adapter, draft, stage, Path(dst))
-            stock = with_adapter(stock, folder).to(stock.device)
+            stock = with_adapter(stock, stage).to(stock.device)
         found = compare(wanted, run(stock, calls), draft, f"{case.plan.label} as {chosen}")
         report = ExportReport(
             target=chosen,
@@ -109,7 +116,7 @@ def export_native(
 
 def list_targets() -> tuple[str, ...]:
     """Names that `export_native` takes besides "auto"."""
-    return tuple(TARGETS)
+    return (*TARGETS, "gguf")
 
 
 def choose(case: Case, target: str, adapter: Any = None) -> tuple[str, Draft]:
@@ -141,5 +148,6 @@ def choose(case: Case, target: str, adapter: Any = None) -> tuple[str, Draft]:
 
 
 def _check_target(target: str) -> None:
-    if target != "auto" and target not in TARGETS:
-        raise PosencError(f"unknown target {target!r}; {did_you_mean(target, ['auto', *TARGETS])}")
+    known = ("auto", *list_targets())
+    if target not in known:
+        raise PosencError(f"unknown target {target!r}; {did_you_mean(target, known)}")

@@ -53,7 +53,7 @@ def check_adapter(adapter: Any, draft: Draft) -> None:
             )
 
 
-def write_adapter(adapter: Any, draft: Draft, stage: Path, final: Path) -> Path:
+def write_adapter(adapter: Any, draft: Draft, stage: Path, final: Path) -> None:
     """Save the adapter to `stage`/adapter with its rows in the target's order.
 
     final  folder the exported base will be found in
@@ -72,12 +72,11 @@ def write_adapter(adapter: Any, draft: Draft, stage: Path, final: Path) -> Path:
     write_json(folder / _CONFIG, config)
     for path in folder.glob("README.md"):
         path.unlink()  # PEFT's card names the unexported base
-    return folder
 
 
-def with_adapter(stock: Any, folder: Path) -> Any:
+def with_adapter(stock: Any, stage: Path) -> Any:
     """The exported base with the exported adapter on it, through plain PEFT."""
-    return PeftModel.from_pretrained(stock, str(folder))
+    return PeftModel.from_pretrained(stock, str(stage / FOLDER))
 
 
 def _is_adapter(name: str) -> bool:

@@ -12,6 +12,7 @@ Source: llama.cpp's src/models (read) and runs of xllamacpp (see docs/engines.md
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_posenc.checkpoint.native.case import Case, require, row_changes
-from hf_posenc.checkpoint.native.gguf_vocab import GgufVocab
+from hf_posenc.checkpoint.native.case import WIDE_WINDOW, Case, check_known, require, row_changes
+from hf_posenc.checkpoint.native.gguf_vocab import GgufVocab, read_vocab
 from hf_posenc.checkpoint.native.partial import interleave
-from hf_posenc.checkpoint.native.report import Unexportable
+from hf_posenc.checkpoint.native.report import ExportReport, Unexportable
 from hf_posenc.checkpoint.native.rope_forms import DROPPED, spell
+from hf_posenc.checkpoint.native.source import open_source
+from hf_posenc.checkpoint.native.write import tokenizer_of
 from hf_posenc.checkpoint.permute import permute_heads
 from hf_posenc.errors import PosencError
 from hf_posenc.plan import LayerPlan, float32
@@ -66,6 +69,47 @@ class Graph:
     factors: tuple[float, ...] | None
     rotated: tuple[bool, ...] | None
     pairs: bool = True
+
+
+def export_gguf(
+    model_or_path: Any, path: Path, *, merge: bool = True, tokenizer: Any = None
+) -> ExportReport:
+    """Write a GGUF file and read it back; see `export_native`.
+
+    Errors: `Unexportable` when no graph computes the plan or the tokenizer cannot be written;
+    `PosencError` when `path` exists or is no .gguf file.
+    """
+    if path.suffix != ".gguf":
+        raise PosencError(f"{path}: the name of a GGUF file ends in .gguf")
+    if path.exists():
+        raise PosencError(f"{path}: exists; remove it or choose another output")
+    if not merge:
+        raise Unexportable("GGUF: an adapter cannot stay beside the file; merge it")
+    source = open_source(model_or_path, merge=True)
+    case = source.case
+    check_known(case.plan)
+    graph = choose_graph(case)
+    tokenizer = tokenizer or tokenizer_of(source.folder)
+    if tokenizer is None:
+        raise Unexportable("GGUF: llama.cpp needs the tokenizer in the file, none was at hand")
+    vocab = read_vocab(tokenizer, case.config.vocab_size)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as stage:
+        written = Path(stage) / path.name
+        write_gguf(case, graph, vocab, written)
+        check_gguf(case, graph, written)
+        written.replace(path)
+    notes = ["read back from the file; llama.cpp itself was not run"]
+    if graph.arch == "granite_swa":
+        notes.append("needs a llama.cpp whose granite_swa graph reads attention.rope_pattern")
+    return ExportReport(
+        target="gguf",
+        architecture=graph.arch,
+        weight_changes=changes_of(case, graph),
+        max_logit_difference=None,
+        max_logit=None,
+        notes=tuple(notes),
+    )
 
 
 def choose_graph(case: Case) -> Graph:
@@ -249,8 +293,10 @@ def _write_facts(writer: Any, case: Case, graph: Graph) -> None:
         assert graph.rotated is not None
         writer.add_float32(f"{arch}.logit_scale", 1.0)
         writer.add_float32(f"{arch}.attention.scale", spec.head_dim**-0.5)
-        writer.add_uint32(f"{arch}.attention.sliding_window", spec.max_positions)
-        writer.add_array(f"{arch}.attention.sliding_window_pattern", [False] * spec.num_layers)
+        # The graph insists on sliding-window layers: the unrotated ones, wider than any row.
+        windowed = [not turns for turns in graph.rotated]
+        writer.add_uint32(f"{arch}.attention.sliding_window", max(WIDE_WINDOW, spec.max_positions))
+        writer.add_array(f"{arch}.attention.sliding_window_pattern", windowed)
         writer.add_array(f"{arch}.attention.rope_pattern", list(graph.rotated))
 
 

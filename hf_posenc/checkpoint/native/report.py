@@ -27,16 +27,17 @@ class ExportReport:
     target                name in the registry, e.g. "smollm3"
     architecture          stock class (or GGUF architecture) that loads the result
     weight_changes        in words, against the base's own weights; empty when none changed
-    max_logit_difference  between the reloaded export and the plan, over all probes, absolute
-    max_logit             largest absolute logit of the probes, to judge the difference by
+    max_logit_difference  between the reloaded export and the plan, over all probes, absolute; None
+                          for a GGUF file, which is read back but not run
+    max_logit             largest absolute logit of the probes, to judge the difference by, or None
     notes                 what a reader of the result has to know about its config
     """
 
     target: str
     architecture: str
     weight_changes: tuple[str, ...]
-    max_logit_difference: float
-    max_logit: float
+    max_logit_difference: float | None
+    max_logit: float | None
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:

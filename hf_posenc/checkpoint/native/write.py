@@ -71,8 +71,7 @@ def write_tokenizer(tokenizer: Any, folder: Path | None, stage: Path) -> str | N
             for path in folder.glob(pattern):
                 if path.is_file():
                     shutil.copyfile(path, stage / path.name)
-    if tokenizer is None and folder is not None and any(folder.glob("tokenizer*")):
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = tokenizer or tokenizer_of(folder)
     if tokenizer is None:
         return "no tokenizer was at hand; add the base's own"
     tokenizer.save_pretrained(stage)
@@ -83,6 +82,13 @@ def write_tokenizer(tokenizer: Any, folder: Path | None, stage: Path) -> str | N
             f"({type(again).__name__} instead of {type(tokenizer).__name__}); choose another target"
         )
     return None
+
+
+def tokenizer_of(folder: Path | None) -> Any:
+    """The tokenizer in a model's folder, or None."""
+    if folder is None or not any(folder.glob("tokenizer*")):
+        return None
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def write_record(report: ExportReport, case: Case, stage: Path) -> None:
