@@ -9,6 +9,7 @@ before it. Cache and attention are float32, one thread.
 
 import json
 import sys
+import urllib.request
 
 import xllamacpp
 
@@ -42,8 +43,11 @@ def main() -> None:
         found = logprobs["content"][0]["top_logprobs"] if logprobs else []
         answer["logprobs"].append({entry["id"]: entry["logprob"] for entry in found})
     for text in request.get("texts", []):
-        done = server.handle_tokenize({"content": text, "add_special": False})
-        answer["tokens"].append(done["tokens"])
+        body = json.dumps({"content": text, "add_special": False}).encode()
+        call = urllib.request.Request(f"{server.listening_address}/tokenize", body)
+        call.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(call) as reply:
+            answer["tokens"].append(json.load(reply)["tokens"])
     print(json.dumps(answer))
 
 
