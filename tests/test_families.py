@@ -147,3 +147,12 @@ def test_a_plan_of_another_model_is_refused():
     own = hf_posenc.make_scheme("nope").build(hf_posenc.ModelSpec.from_model(model))
     hf_posenc.patch_model(model, own)
     assert not torch.equal(logits(model), before["logits"])
+
+
+def test_a_family_that_stores_q_and_k_fused_keeps_its_own_layout():
+    model = all_families.tiny("sarvam_moe")
+    before = all_families.outputs(model)
+    for preserve in (True, False):
+        with pytest.raises(PosencError, match="sarvam_moe stores q and k under other names"):
+            hf_posenc.patch_model(model, "interleaved", preserve=preserve)
+    assert torch.equal(all_families.outputs(model), before)

@@ -14,10 +14,7 @@ from typing import Any
 import torch
 from huggingface_hub.dataclasses import strict
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -108,6 +105,7 @@ def model_class(family: str) -> Any:
             "set_attn_implementation": set_attention,
             "config_class": config,
             "register_for_auto_class": classmethod(_keep_auto_map),
+            "is_custom_code": classmethod(_is_not_custom),
             "__annotations__": {"config": config},
             "__module__": __name__,
             "__qualname__": name,
@@ -116,7 +114,7 @@ def model_class(family: str) -> Any:
         _models[family] = made
         globals()[name] = made
         AutoModelForCausalLM.register(config, made, exist_ok=True)
-        _register_conversions(family, stock.__name__)
+        _register_conversions(family)
     return _models[family]
 
 
@@ -211,18 +209,18 @@ def reorder_on_save(model: Any, wanted: bool) -> None:
     loaded_with = getattr(model, "_weight_conversions", None)
     if loaded_with is not None:
         kept = [conversion for conversion in loaded_with if not _reorders(conversion)]
-        model._weight_conversions = [*kept, *_reorderings()] if wanted else kept
+        family = families.stock_config(model.config).model_type
+        model._weight_conversions = [*kept, *_reorderings(family)] if wanted else kept
 
 
-def _register_conversions(family: str, class_name: str) -> None:
-    stock = get_checkpoint_conversion_mapping(class_name) or []
-    stock = stock or get_checkpoint_conversion_mapping(family) or []
-    register_checkpoint_conversion_mapping(
-        families.PREFIX + family, [*stock, *_reorderings()], overwrite=True
-    )
+def _register_conversions(family: str) -> None:
+    conversions = [*families.stock_conversions(family), *_reorderings(family)]
+    register_checkpoint_conversion_mapping(families.PREFIX + family, conversions, overwrite=True)
 
 
-def _reorderings() -> list[WeightConverter]:
+def _reorderings(family: str) -> list[WeightConverter]:
+    if not families.stores_heads_apart(family):
+        return []
     names = [
         f"self_attn.{name}.{kind}" for name in ("q_proj", "k_proj") for kind in ("weight", "bias")
     ] + ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
@@ -301,6 +299,11 @@ def _text_config(self: Any, decoder: Any = None, encoder: Any = None) -> Any:
 
 def _keep_auto_map(cls: Any, auto_class: Any = None) -> None:
     """Do nothing: transformers would copy package files into checkpoints and rewrite auto_map."""
+
+
+def _is_not_custom(cls: Any) -> bool:
+    """Weights are initialised by the stock family's rules, which restore its own buffers too."""
+    return False
 
 
 def __getattr__(name: str) -> Any:

@@ -27,6 +27,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -181,6 +182,19 @@ def pairs_half_split(config: PreTrainedConfig) -> bool:
         return False
     turned = rotate_half(torch.arange(8.0).view(1, 1, 1, 8)).flatten()
     return turned.tolist() == [-4.0, -5.0, -6.0, -7.0, 0.0, 1.0, 2.0, 3.0]
+
+
+def stock_conversions(family: str) -> list[Any]:
+    """How transformers turns a family's stored weights into those in memory."""
+    name = causal_lm_class(family).__name__
+    found = get_checkpoint_conversion_mapping(name) or get_checkpoint_conversion_mapping(family)
+    return list(found or [])
+
+
+def stores_heads_apart(family: str) -> bool:
+    """Whether q and k rows are stored in matrices of their own, under the names in memory."""
+    made = [name for step in stock_conversions(family) for name in step.target_patterns]
+    return not any("q_proj" in name or "k_proj" in name for name in made)
 
 
 def build_stock_rotary(config: PreTrainedConfig) -> nn.Module:

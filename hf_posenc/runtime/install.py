@@ -81,6 +81,11 @@ def check_fit(model: Any, plan: PositionPlan, spec: ModelSpec) -> None:
                 "that re-pair features are not supported on it"
             )
         check_named_projections(attentions, f"{plan.label}")
+    if plan.pairing != "half_split" and not families.stores_heads_apart(spec.family):
+        raise PosencError(
+            f"{spec.family} stores q and k under other names than in memory; schemes that store "
+            "features interleaved are not supported on it"
+        )
     shared = {k.bias for k in plan.layers if isinstance(k.bias, T5Bias) and k.bias.shared}
     if len(shared) > 1:
         raise PosencError(
