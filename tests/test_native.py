@@ -46,7 +46,7 @@ def test_every_scheme_comes_out_as_stock_code_or_not_at_all(
     if (family, row.id) in NO_TARGET:
         with pytest.raises(Unexportable, match="no stock architecture computes it") as caught:
             export_native(model, tmp_path / "out")
-        assert set(caught.value.reasons) == set(TARGETS)
+        assert set(caught.value.reasons) == {n for n, t in TARGETS.items() if t.automatic}
         assert list(tmp_path.iterdir()) == []
         return
     report, measured, stock = export_and_measure(model, tmp_path / "out")
@@ -64,10 +64,9 @@ def _assert_read_alike(config: dict[str, Any]) -> None:
     rope = config["rope_parameters"]
     nested = [value for value in rope.values() if isinstance(value, dict)]
     for parameters in nested or [rope]:
-        if "partial_rotary_factor" in parameters and parameters["rope_type"] != "proportional":
+        if "partial_rotary_factor" in parameters:
             assert config["model_type"] in PARTIAL_FAMILIES
-        if parameters["rope_type"] == "proportional":
-            assert "factor" not in parameters
+        assert parameters["rope_type"] != "proportional"  # SGLang takes it for full RoPE
         if parameters["rope_type"] == "yarn":
             assert "attention_factor" not in parameters
         if parameters.get("attention_factor", 1.0) != 1.0:
@@ -77,7 +76,8 @@ def _assert_read_alike(config: dict[str, Any]) -> None:
 
 # The table of native targets: row by row, with the weight changes it names.
 _TABLE = [
-    *[(f, "p_rope", "same_class", 0.0, ()) for f in FAMILIES],
+    *[(f, "p_rope", "proportional", 0.0, ()) for f in FAMILIES],
+    *[(f, "nope", "proportional", 0.0, ()) for f in FAMILIES],
     *[(f, "nope", "same_class", 0.0, ()) for f in FAMILIES],
     *[(f, "p_rope-uniform", "same_class", 0.0, ()) for f in FAMILIES],
     *[(f, "nope_interleaved", "smollm3", 0.0, ()) for f in ("llama", "mistral")],
@@ -125,7 +125,7 @@ def test_table_of_native_targets(
     if not changes:
         weights, written = model.state_dict(), stock.state_dict()
         assert weights.keys() == written.keys()
-        if row != "interleaved-repaired" and row != "partial-raw":
+        if row not in ("interleaved-repaired", "partial-raw"):
             assert all(torch.equal(weights[name], written[name]) for name in weights)
 
 
@@ -181,13 +181,52 @@ def test_the_plan_decides_not_the_name_of_the_scheme(row: str, tmp_path: Path) -
 
 
 def test_a_field_no_export_knows_makes_a_plan_unexportable() -> None:
-    windowed = dataclasses.make_dataclass(
-        "Windowed", [("window", "int | None", None)], bases=(LayerPlan,), frozen=True
+    later = dataclasses.make_dataclass(
+        "Later", [("gate", "int | None", None)], bases=(LayerPlan,), frozen=True
     )
-    plain, narrow = windowed((1.0,)), windowed((1.0,), window=16)
+    plain, gated = later((1.0,)), later((1.0,), gate=16)
     native.check_known(PositionPlan((plain,), "base"))
-    with pytest.raises(Unexportable, match="layer 1: no export knows about its 'window'"):
-        native.check_known(PositionPlan((plain, narrow), "base"))
+    with pytest.raises(Unexportable, match="layer 1: no export knows about its 'gate'"):
+        native.check_known(PositionPlan((plain, gated), "base"))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options", "part"),
+    [
+        ("alibi", {}, "bias"),
+        ("rope", {"logit_scale": 1.5}, "logit_scale"),
+        ("sinusoidal", {}, "embedding"),
+        ("irope", {"chunk": 16}, "logit_scale|chunks of the row"),
+    ],
+)
+def test_biases_scales_and_added_vectors_have_no_target(
+    scheme: str, options: dict[str, Any], part: str, tmp_path: Path
+) -> None:
+    model = hf_posenc.patch_model(base_model("llama"), scheme, **options)
+    with pytest.raises(Unexportable, match=part):
+        export_native(model, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "target"),
+    [
+        ("llama", "granite_swa"),
+        ("mistral", "granite_swa"),
+        ("qwen2", "granite_swa"),
+        ("qwen3", "mellum"),
+        ("qwen3_moe", "mellum"),
+    ],
+)
+def test_dual_bases_with_windows(family: str, target: str, tmp_path: Path) -> None:
+    row = SchemeRow("dual-window", "dual", {"every": 2, "window": 8})
+    model = patched(family, row)
+    report, measured, stock = export_and_measure(model, tmp_path / "out")
+    assert report.target == target and measured <= REORDERED
+    plan = PositionPlan.from_config(stock.config)
+    assert [layer.window and layer.window.size for layer in plan.layers] == [8, None] * 2
+    unwindowed = patched(family, SchemeRow("dual-bases", "dual", {"every": 2}))
+    assert difference(far_logits(unwindowed), far_logits(stock)) > 1e-2
 
 
 def test_wrong_weights_and_wrong_configs_are_caught(
@@ -252,6 +291,22 @@ def test_what_else_the_base_does_comes_along(
     model = patched(family, row, **overrides)
     report, measured, _ = export_and_measure(model, tmp_path / "out", target)
     assert report.target == target and measured == 0.0
+
+
+def test_exaone_moe_without_rotated_layers_is_refused_since_vllm_rotates_them_all(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(Unexportable, match="vLLM's ExaoneMoe rotates all layers"):
+        export_native(patched("qwen3", "nope"), tmp_path / "out", "exaone_moe")
+
+
+def test_proportional_is_written_on_request_only_and_says_who_misreads_it(tmp_path: Path) -> None:
+    model = patched("llama", "p_rope")
+    assert choose(open_source(model, merge=True).case, "auto")[0] == "same_class"
+    report = export_native(model, tmp_path / "out", "proportional")
+    assert any("SGLang" in note for note in report.notes)
+    with pytest.raises(Unexportable, match="no proportional formula"):
+        export_native(patched("llama", "p_rope-low"), tmp_path / "low", "proportional")
 
 
 def test_windows_a_target_cannot_keep_are_refused(tmp_path: Path) -> None:

@@ -42,13 +42,16 @@ def test_every_draft_reads_back_as_the_plan(family: str, row: Any) -> None:
         except Unexportable:
             continue
         plan = PositionPlan.from_config(type(config).from_dict(config.to_dict()))
+        windows = tuple(layer.window and layer.window.size for layer in plan.layers)
+        assert windows == case.windows
         if name in ("glm", "glm4_moe", "phi3"):  # rotated pairs come first there
             assert [sorted(layer.inv_freq) for layer in plan.layers] == [
                 sorted(layer.inv_freq) for layer in case.layers
             ]
             assert {layer.rope_scale for layer in plan.layers} == {1.0}
         else:
-            assert plan.layers == case.layers
+            tables = tuple(dataclasses.replace(layer, window=None) for layer in plan.layers)
+            assert tables == case.layers
         assert plan.pairing == ("interleaved" if name in ("glm", "ernie4_5") else "half_split")
         if name == "same_class" and row.scheme in ("p_rope", "nope", "interleaved"):
             assert plan.base == case.plan.base
@@ -68,7 +71,8 @@ def test_architectures_that_skip_rotation_by_layer() -> None:
     for family in ("exaone_moe", "exaone4", "cohere2"):
         plan = read(family, layer_types=types, sliding_window=8)
         assert rotated(plan) == [1, 0, 1, 0], family
-    granite = read("granite_swa", layer_rope_theta=[1e4, 0.0, 1e6, 1e4])
+    full = ["full_attention"] * 4
+    granite = read("granite_swa", layer_rope_theta=[1e4, 0.0, 1e6, 1e4], layer_types=full)
     assert rotated(granite) == [1, 0, 1, 1]
     assert granite.layers[0] == granite.layers[3] != granite.layers[2]
     assert "no rotation in layer 1" in granite.label
@@ -87,7 +91,7 @@ def test_one_table_per_layer_type() -> None:
     plan = read("mellum", layer_types=types, rope_parameters=rope, head_dim=16)
     assert [layer.num_rotated for layer in plan.layers] == [8, 2, 8, 2]
     assert plan.label == (
-        "mellum: full rotation (theta 10,000) in layers 0, 2; "
+        "mellum: full rotation (theta 10,000), window of 1024 tokens in layers 0, 2; "
         "rotation of the first 2 of 8 pairs (theta 1,000,000) in layers 1, 3"
     )
 

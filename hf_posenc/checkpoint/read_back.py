@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from hf_posenc.checkpoint.native.rope_forms import normalised, spaced
+from hf_posenc.checkpoint.native.windows import WIDE_WINDOW, config_windows
 from hf_posenc.errors import PosencError
 from hf_posenc.model_spec import ModelSpec
+from hf_posenc.parts import Window
 from hf_posenc.plan import LayerPlan, LongFactors, PositionPlan, canonical_json
 from hf_posenc.runtime import auto, families
 
@@ -35,7 +37,11 @@ def plan_from_config(config: Any) -> PositionPlan:
         return auto.plan_of_config(config)
     spec = ModelSpec.from_config(config)
     own = _granite_layers(config) or _by_window(config, spec)
-    layers = tuple(normalised(_widened(layer, spec)) for layer in own)
+    windows = config_windows(config, spec.num_layers)
+    layers = tuple(
+        replace(normalised(_widened(layer, spec)), window=_window(width))
+        for layer, width in zip(own, windows, strict=True)
+    )
     return PositionPlan(
         layers=layers,
         base=_default_base(config, spec, layers).fingerprint,
@@ -76,6 +82,8 @@ def _kind_text(layer: LayerPlan) -> str:
         text += f", cos and sin times {layer.rope_scale:.4g}"
     if layer.stretch is not None:
         text += f", other frequencies beyond {layer.stretch.original_length} tokens"
+    if layer.window is not None:
+        text += f", window of {layer.window.size} tokens"
     return text
 
 
@@ -89,6 +97,11 @@ def _theta_of(layer: LayerPlan) -> float | None:
     return next((t for t in rounded if spaced(t, width)[:kept] == layer.inv_freq[:kept]), None)
 
 
+def _window(width: int | None) -> Window | None:
+    """A window that some row can outgrow; exports write wider ones for full attention."""
+    return None if width is None or width >= WIDE_WINDOW else Window(width)
+
+
 def _granite_layers(config: Any) -> tuple[LayerPlan, ...] | None:
     thetas = getattr(config, "layer_rope_theta", None)
     if thetas is None:
@@ -97,7 +110,7 @@ def _granite_layers(config: Any) -> tuple[LayerPlan, ...] | None:
     for theta in dict.fromkeys(value for value in thetas if value):
         one = families.stock_config(config).__class__.from_dict(config.to_dict())
         one.rope_parameters = {**config.rope_parameters, "rope_theta": theta}
-        one.layer_rope_theta = None
+        one.layer_rope_theta = one.no_rope_layers = None
         by_theta[theta] = ModelSpec.from_config(one).layers[0]
     some = next(iter(by_theta.values()), None) or ModelSpec.from_config(config).layers[0]
     still = LayerPlan((0.0,) * len(some.inv_freq))

@@ -18,6 +18,7 @@ from hf_posenc.checkpoint.native import (
     granite_swa,
     mellum,
     phi3,
+    proportional,
     same_class,
     smollm3,
 )
@@ -54,6 +55,7 @@ TARGETS: dict[str, Target] = {
         ernie4_5,
         glm,
         phi3,
+        proportional,
     )
 }
 
@@ -124,7 +126,8 @@ def choose(case: Case, target: str, adapter: Any = None) -> tuple[str, Draft]:
 
     Errors: `Unexportable` with the reason of every target that was looked at.
     """
-    names = list(TARGETS) if target == "auto" else [target]
+    names = [name for name, one in TARGETS.items() if one.automatic or name == target]
+    names = names if target == "auto" else [target]
     drafts: dict[str, Draft] = {}
     reasons: dict[str, str] = {}
     for name in names:

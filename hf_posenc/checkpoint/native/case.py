@@ -13,6 +13,7 @@ import torch
 
 from hf_posenc.checkpoint.native.report import Unexportable
 from hf_posenc.checkpoint.native.rope_forms import DROPPED, RopeForm, RopeShape, normalised, spell
+from hf_posenc.checkpoint.native.windows import config_windows
 from hf_posenc.errors import PosencError
 from hf_posenc.model_spec import ModelSpec
 from hf_posenc.plan import LayerPlan, PositionPlan
@@ -20,10 +21,7 @@ from hf_posenc.plan import LayerPlan, PositionPlan
 Weights = dict[str, torch.Tensor]
 Order = tuple[int, ...]
 
-# A window no row reaches: sliding-window layers of that width are full attention.
-WIDE_WINDOW = 1 << 20
-
-_KNOWN_LAYER_FIELDS = {"inv_freq", "rope_scale", "stretch", "permutation"}
+_KNOWN_LAYER_FIELDS = {"inv_freq", "rope_scale", "stretch", "permutation", "window"}
 _KNOWN_PLAN_FIELDS = {"layers", "base", "pairing", "scheme"}
 
 
@@ -46,9 +44,10 @@ class Case:
 
     @cached_property
     def layers(self) -> tuple[LayerPlan, ...]:
-        """The plan's tables without feature orders, frequencies too low to matter as 0."""
+        """The plan's tables alone: no feature orders or windows, negligible frequencies as 0."""
         return tuple(
-            normalised(dataclasses.replace(layer, permutation=None)) for layer in self.plan.layers
+            normalised(dataclasses.replace(layer, permutation=None, window=None))
+            for layer in self.plan.layers
         )
 
     @cached_property
@@ -57,15 +56,30 @@ class Case:
         return tuple(dict.fromkeys(self.layers))
 
     @cached_property
-    def windows(self) -> tuple[int | None, ...]:
+    def base_windows(self) -> tuple[int | None, ...]:
         """The base's own sliding window per layer; None = full attention."""
-        width = getattr(self.config, "sliding_window", None)
-        types = getattr(self.config, "layer_types", None)
-        if width is None or not getattr(self.config, "use_sliding_window", True):
-            return (None,) * self.spec.num_layers
-        if types is None:
-            return (width,) * self.spec.num_layers
-        return tuple(width if kind == "sliding_attention" else None for kind in types)
+        return config_windows(self.config, self.spec.num_layers)
+
+    @cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window per layer under the plan: its own, else the base's."""
+        planned = [layer.window for layer in self.plan.layers]
+        return tuple(
+            own if window is None else window.size
+            for own, window in zip(self.base_windows, planned, strict=True)
+        )
+
+    @property
+    def window_width(self) -> int | None:
+        """The one window of all windowed layers, or None; refused when there are several."""
+        widths = {width for width in self.windows if width is not None}
+        require(len(widths) <= 1, "its layers have windows of different widths")
+        return next(iter(widths), None)
+
+    def exactly(self, *forms: RopeForm) -> bool:
+        """Whether a target with the base's arithmetic computes the plan bit for bit."""
+        # Windows of a plan are cut out of the scores in another order than stock masks.
+        return self.windows == self.base_windows and not any(form.ulps_off for form in forms)
 
     def has(self, name: str) -> bool:
         """Whether layer 0 holds the weight `name`, e.g. "self_attn.q_proj.bias"."""
@@ -121,6 +135,10 @@ def check_known(plan: PositionPlan) -> None:
     _check_fields(plan, _KNOWN_PLAN_FIELDS, plan.label)
     for index, layer in enumerate(plan.layers):
         _check_fields(layer, _KNOWN_LAYER_FIELDS, f"{plan.label}, layer {index}")
+        if layer.window is not None and layer.window.chunked:
+            raise Unexportable(
+                f"{plan.label}, layer {index}: no target has windows that are chunks of the row"
+            )
 
 
 def refuse(reason: str) -> Unexportable:
@@ -168,8 +186,6 @@ def form_notes(*forms: RopeForm) -> tuple[str, ...]:
                 "stock dynamic NTK keeps the longest row's table until a row shorter than the "
                 "trained length comes; vLLM uses one table for all lengths"
             )
-        if rope_type == "proportional" and form.parameters["partial_rotary_factor"] == 0.0:
-            notes.append("vLLM refuses partial_rotary_factor 0.0")
     return tuple(dict.fromkeys(notes))
 
 

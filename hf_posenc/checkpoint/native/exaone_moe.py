@@ -8,7 +8,6 @@ from __future__ import annotations
 from transformers import ExaoneMoeConfig
 
 from hf_posenc.checkpoint.native.case import (
-    WIDE_WINDOW,
     Case,
     Draft,
     carried,
@@ -19,12 +18,19 @@ from hf_posenc.checkpoint.native.case import (
 )
 from hf_posenc.checkpoint.native.smollm3 import default_rope, rotated_and_not
 from hf_posenc.checkpoint.native.target import Target
+from hf_posenc.checkpoint.native.windows import WIDE_WINDOW
 
 
 def _draft(case: Case) -> Draft:
     require(case.family == "qwen3", f"{case.family} has other modules than a dense ExaoneMoe")
     require(not case.has("self_attn.q_proj.bias"), "ExaoneMoe has no attention biases")
-    require(set(case.windows) == {None}, "ExaoneMoe ties rotation to its window: the base has one")
+    require(
+        set(case.windows) == {None}, "ExaoneMoe's windows say which layers rotate: no other use"
+    )
+    require(
+        any(layer.rotated for layer in case.layers),
+        "vLLM's ExaoneMoe rotates all layers when none has a window, transformers' none",
+    )
     form = rotated_and_not(case, "ExaoneMoe")
     layers = case.spec.num_layers
     config = ExaoneMoeConfig(
@@ -49,7 +55,7 @@ def _draft(case: Case) -> Draft:
             *(form_notes(form) if form else ()),
             "rotated layers are sliding-window layers whose window is wider than any row",
         ),
-        exact=form is None or form.ulps_off == 0,
+        exact=case.exactly(*([form] if form else [])),
         angle=form.angle if form else 0.0,
     )
 

@@ -20,12 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_posenc.checkpoint.native.case import WIDE_WINDOW, Case, check_known, require, row_changes
+from hf_posenc.checkpoint.native.case import Case, check_known, require, row_changes
 from hf_posenc.checkpoint.native.gguf_vocab import GgufVocab, read_vocab
 from hf_posenc.checkpoint.native.partial import interleave
 from hf_posenc.checkpoint.native.report import ExportReport, Unexportable
 from hf_posenc.checkpoint.native.rope_forms import DROPPED, spell
 from hf_posenc.checkpoint.native.source import open_source
+from hf_posenc.checkpoint.native.windows import WIDE_WINDOW
 from hf_posenc.checkpoint.native.write import tokenizer_of
 from hf_posenc.checkpoint.permute import permute_heads
 from hf_posenc.errors import PosencError

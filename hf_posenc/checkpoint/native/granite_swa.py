@@ -38,8 +38,6 @@ def _draft(case: Case) -> Draft:
         or all(form.parameters["rope_type"] == "default" for form in forms.values()),
         "GraniteSWA gives its layers different bases, not different scalings or dropped pairs",
     )
-    widths = {width for width in case.windows if width is not None}
-    require(len(widths) <= 1, "its layers have windows of different widths")
     thetas = [
         float(forms[layer].parameters["rope_theta"]) if layer.rotated else 0.0
         for layer in case.layers
@@ -58,8 +56,9 @@ def _draft(case: Case) -> Draft:
                 next(iter(forms.values())).parameters if forms else default_rope(case)
             ),
             layer_rope_theta=thetas,
+            no_rope_layers=[int(theta > 0.0) for theta in thetas],  # what llama.cpp reads
             layer_types=["sliding_attention" if w else "full_attention" for w in case.windows],
-            sliding_window=next(iter(widths), case.spec.max_positions),
+            sliding_window=case.window_width or case.spec.max_positions,
             attention_bias=biased,
             mlp_bias=case.has("mlp.gate_proj.bias"),
             attention_multiplier=head_dim**-0.5,
@@ -78,9 +77,14 @@ def _draft(case: Case) -> Draft:
         weight_changes=changes,
         notes=(
             *form_notes(*forms.values()),
+            *(
+                ("llama.cpp's own converter gives all layers one base: do not use it here",)
+                if len(forms) > 1
+                else ()
+            ),
             "GraniteSWA has no sdpa attention: it runs with eager, flex or flash attention",
         ),
-        exact=all(form.ulps_off == 0 for form in forms.values()),
+        exact=case.exactly(*forms.values()),
         attention="eager",
         angle=max((form.angle for form in forms.values()), default=0.0),
     )

@@ -8,7 +8,6 @@ from typing import Any
 from transformers import MellumConfig
 
 from hf_posenc.checkpoint.native.case import (
-    WIDE_WINDOW,
     Case,
     Draft,
     carried,
@@ -19,13 +18,14 @@ from hf_posenc.checkpoint.native.case import (
     stay,
 )
 from hf_posenc.checkpoint.native.target import Target
+from hf_posenc.checkpoint.native.windows import WIDE_WINDOW
 from hf_posenc.plan import LayerPlan
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def layer_types(case: Case) -> list[str]:
-    """Which layers are of the sliding kind: the base's own, else the more frequent rotated kind."""
+    """Which layers are of the sliding kind: those with a window, else the more frequent kind."""
     if set(case.windows) != {None}:
         return [FULL if width is None else SLIDING for width in case.windows]
     if len(case.kinds) == 1:
@@ -37,14 +37,13 @@ def layer_types(case: Case) -> list[str]:
 def _draft(case: Case) -> Draft:
     require(case.family in ("qwen3", "qwen3_moe"), f"{case.family} has other modules than Mellum")
     require(len(case.kinds) <= 2, f"its layers have {len(case.kinds)} tables, Mellum has two")
-    widths = {width for width in case.windows if width is not None}
-    require(len(widths) <= 1, "its layers have windows of different widths")
+    width = case.window_width
     types = layer_types(case)
     by_type: dict[str, LayerPlan] = {}
     for kind, layer in zip(types, case.layers, strict=True):
         require(
             by_type.setdefault(kind, layer) == layer,
-            "the base's windows and the plan's tables divide the layers differently",
+            "windows and tables divide the layers differently",
         )
     forms = {kind: spell_kind(case, layer) for kind, layer in by_type.items()}
     any_form = next(iter(forms.values()))
@@ -56,21 +55,21 @@ def _draft(case: Case) -> Draft:
                 kind: copy.deepcopy(forms.get(kind, any_form).parameters)
                 for kind in (SLIDING, FULL)
             },
-            sliding_window=next(iter(widths), max(WIDE_WINDOW, case.spec.max_positions)),
+            sliding_window=width or max(WIDE_WINDOW, case.spec.max_positions),
             layer_types=types,
             attention_bias=case.has("self_attn.q_proj.bias"),
             **_experts(case),
         )
     )
     notes = form_notes(*forms.values())
-    if not widths and SLIDING in types:
+    if width is None and SLIDING in types:
         notes += (f"the {SLIDING} layers have a window wider than any row",)
     return Draft(
         config,
         stay(case),
         weight_changes=row_changes(case, stay(case)),
         notes=notes,
-        exact=all(form.ulps_off == 0 for form in forms.values()),
+        exact=case.exactly(*forms.values()),
         angle=max(form.angle for form in forms.values()),
     )
 

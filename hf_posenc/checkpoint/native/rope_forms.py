@@ -43,7 +43,9 @@ class RopeShape:
     """What the formula of a stock config depends on besides its parameters.
 
     own      the base's `rope_parameters` when they are one flat dict, tried first as they stand
-    allowed  rope types the target's config takes; None = all
+    allowed  rope types the target's config takes; None = those that all engines read alike, which
+             leaves out "proportional": SGLang's Llama and Qwen ignore its partial_rotary_factor
+             and rotate everything
     """
 
     rotary_dim: int
@@ -95,7 +97,10 @@ def _cut(inv_freq: Iterable[float]) -> tuple[float, ...]:
 
 
 def _allows(shape: RopeShape, parameters: dict[str, Any]) -> bool:
-    return shape.allowed is None or parameters.get("rope_type", "default") in shape.allowed
+    rope_type = parameters.get("rope_type", "default")
+    if shape.allowed is None:
+        return rope_type != "proportional" or parameters is shape.own
+    return rope_type in shape.allowed
 
 
 def _layer_of(parameters: dict[str, Any], shape: RopeShape) -> LayerPlan | None:

@@ -21,8 +21,14 @@ from hf_posenc.checkpoint.native.target import Target
 def _draft(case: Case) -> Draft:
     config = copy.deepcopy(case.config)
     changes = row_changes(case, stay(case))
+    if case.windows != case.base_windows:
+        require(
+            case.family == "mistral" and len(set(case.windows)) == 1,
+            f"{case.family} has no window of its own in each layer",
+        )
+        config.sliding_window = case.windows[0]
     if case.layers == tuple(normalised(layer) for layer in case.spec.layers):
-        return Draft(config, stay(case), weight_changes=changes)
+        return Draft(config, stay(case), weight_changes=changes, exact=case.exactly())
     rope = case.spec.rope
     require("rope_theta" in rope, f"{case.family} has one rope_parameters per layer type")
     require(
@@ -43,7 +49,7 @@ def _draft(case: Case) -> Draft:
         stay(case),
         weight_changes=changes,
         notes=form_notes(form),
-        exact=form.ulps_off == 0,
+        exact=case.exactly(form),
         angle=form.angle,
     )
 

@@ -65,8 +65,7 @@ def _draft(case: Case) -> Draft:
         f"{case.family} has other modules than SmolLM3",
     )
     form = rotated_and_not(case, "SmolLM3")
-    widths = {width for width in case.windows if width is not None}
-    require(len(widths) <= 1, "its layers have windows of different widths")
+    width = case.window_width
     biased = case.has("self_attn.q_proj.bias")
     lacks_output_bias = biased and not case.has("self_attn.o_proj.bias")
     config = SmolLM3Config(
@@ -75,8 +74,8 @@ def _draft(case: Case) -> Draft:
             rope_parameters=form.parameters if form else default_rope(case),
             no_rope_layers=[int(layer.rotated) for layer in case.layers],
             layer_types=["sliding_attention" if w else "full_attention" for w in case.windows],
-            use_sliding_window=bool(widths),
-            sliding_window=next(iter(widths), None),
+            use_sliding_window=width is not None,
+            sliding_window=width,
             attention_bias=biased,
             mlp_bias=case.has("mlp.gate_proj.bias"),
         )
@@ -84,13 +83,16 @@ def _draft(case: Case) -> Draft:
     changes = row_changes(case, stay(case))
     if lacks_output_bias:
         changes += ("zero o_proj biases added",)
+    notes = form_notes(form) if form else ()
+    if any(layer.rotated != ((i + 1) % 4 != 0) for i, layer in enumerate(case.layers)):
+        notes += ("llama.cpp's own converter makes it every 4th layer: use the target gguf there",)
     return Draft(
         config,
         stay(case),
         reshape=add_output_bias if lacks_output_bias else None,
         weight_changes=changes,
-        notes=form_notes(form) if form else (),
-        exact=form is None or form.ulps_off == 0,
+        notes=notes,
+        exact=case.exactly(*([form] if form else [])),
         angle=form.angle if form else 0.0,
     )
 

@@ -15,8 +15,10 @@ class Target:
     name          registry name, public
     architecture  class that loads the result, "" for the base's own
     draft         what would be written for a case; raises `Unexportable` with the reason
+    automatic     "auto" may choose it
     """
 
     name: str
     architecture: str
     draft: Callable[[Case], Draft]
+    automatic: bool = True

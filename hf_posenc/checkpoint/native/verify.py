@@ -134,6 +134,12 @@ def check_tables(case: Case, config: Any) -> None:
     Order aside (partial families put rotated pairs first), each may be one float32 unit off.
     """
     found = PositionPlan.from_config(config).layers
+    windows = tuple(None if layer.window is None else layer.window.size for layer in found)
+    if windows != case.windows:
+        raise Unexportable(
+            f"the written {config.model_type} config does not give the layers the plan's windows; "
+            "nothing was written"
+        )
     for index, (wanted, read) in enumerate(zip(case.layers, found, strict=True)):
         pairs = zip(_rotated(wanted), _rotated(read), strict=False)
         if (
