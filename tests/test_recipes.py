@@ -25,11 +25,14 @@ MODELS = {
     "qwen3-8b": ("Qwen/Qwen3-8B", "qwen3"),
 }
 SCHEMES = ("p_rope", "partial", "nope_interleaved", "nope", "interleaved")
+HYBRIDS = ("rnope_swa", "drope")
+ON_SMOLLM2 = ("quickstart", "smollm2_rnope_swa")
 
 
 def test_the_shipped_recipes_are_the_promised_ones() -> None:
     promised = {f"{model}_{scheme}" for model in MODELS for scheme in SCHEMES}
-    assert set(list_recipes()) == {"quickstart"} | promised
+    promised |= {f"{m}_{s}" for m in ("llama-3.2-1b", "qwen3-0.6b") for s in HYBRIDS}
+    assert set(list_recipes()) == {*ON_SMOLLM2} | promised
     for name in promised:
         model, _, scheme = name.partition("_")
         recipe = load_recipe(name)
@@ -64,7 +67,7 @@ def test_two_steps_of_every_recipe(name: str, tmp_path: Path) -> None:
     ]
     recipe = load_recipe(name, shrunk)
     assert recipe.steps == 2
-    model = converted(recipe, "llama" if name == "quickstart" else MODELS[name.split("_")[0]][1])
+    model = converted(recipe, "llama" if name in ON_SMOLLM2 else MODELS[name.split("_")[0]][1])
     plan = get_plan(model)
     record = heal(recipe, out=tmp_path / "out", model=model, tokenizer=word_tokenizer())
     assert plan is not None
