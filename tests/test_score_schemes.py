@@ -101,7 +101,7 @@ def test_padding_packing_and_the_future(base: Any, case: ScoreCase) -> None:
     mask = torch.ones_like(ids)
     mask[0, :7] = 0
     options = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}
-    options |= {"output_logits": True, "pad_token_id": 0}
+    options |= {"output_logits": True, "pad_token_id": 0, "min_new_tokens": 5}
     batch = base.generate(ids, attention_mask=mask, **options)
     alone = base.generate(ids[:1, 7:], attention_mask=mask[:1, 7:], **options)
     for ours, theirs in zip(batch.logits, alone.logits, strict=True):

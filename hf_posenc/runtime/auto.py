@@ -8,6 +8,7 @@ conversion of stored q/k rows to the layout in memory. It changes no transformer
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -284,7 +285,9 @@ def _accept_rope(self: Any) -> None:
 
 def _text_config(self: Any, decoder: Any = None, encoder: Any = None) -> Any:
     """The config itself; for a cache, a copy that says which layers see only a window."""
-    if not decoder or getattr(self, "posenc", None) is None:
+    # Read without checking: transformers asks while it validates, a damaged plan is the model's to
+    # report.
+    if not decoder or '"window"' not in json.dumps(getattr(self, "posenc", None)):
         return self
     windows = [layer.window for layer in plan_of_config(self).layers]
     if not any(windows):
