@@ -86,14 +86,24 @@ class PosencRotaryEmbedding(nn.Module):
 
     def _table(self, index: int, x: torch.Tensor, position_ids: torch.Tensor) -> Table:
         kind = self.kinds[index]
+        if not kind.rotated and kind.stretch is None:
+            return self._unrotated(kind, x, position_ids)
         inv_freq = self._stretched(index, position_ids).to(device=x.device, dtype=torch.float32)
         angles = position_ids[..., None].float() * inv_freq
         if self.layout == "half_split":
             angles = torch.cat((angles, angles), dim=-1)
         elif self.layout == "interleaved":
             angles = torch.repeat_interleave(angles, 2, dim=-1)
-        cos, sin = angles.cos() * kind.rope_scale, angles.sin() * kind.rope_scale
+        cos, sin = angles.cos(), angles.sin()
+        if kind.rope_scale != 1.0:
+            cos, sin = cos * kind.rope_scale, sin * kind.rope_scale
         return cos.to(x.dtype), sin.to(x.dtype)
+
+    def _unrotated(self, kind: LayerPlan, x: torch.Tensor, position_ids: torch.Tensor) -> Table:
+        width = len(kind.inv_freq) * (1 if self.layout == "half_width" else 2)
+        shape = (*position_ids.shape, width)
+        cos = torch.full(shape, kind.rope_scale, dtype=torch.float32, device=x.device)
+        return cos.to(x.dtype), torch.zeros(shape, dtype=x.dtype, device=x.device)
 
     def _stretched(self, index: int, position_ids: torch.Tensor) -> torch.Tensor:
         # Depends on this call's positions alone: unlike stock dynamic NTK, which keeps the
