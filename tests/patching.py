@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
-from matrix import BY_ID, SchemeRow, options_for
-from tiny_models import logits
+from matrix import BY_ID, SchemeRow, atol, options_for
+from tiny_models import MAX_POSITIONS, difference, logits, tokens
 from torch import nn
 
 import hf_posenc
+
+FULL_ROW = tokens(1, MAX_POSITIONS + 44)  # beyond the trained length
 
 
 def patch(model: Any, row: SchemeRow | str) -> Any:
@@ -51,3 +54,22 @@ def assert_same(after: dict[str, Any], before: dict[str, Any]) -> None:
             assert torch.equal(after[key], value)
         else:
             assert after[key] == value, key
+
+
+def converted(base: Any, scheme: Any, **options: Any) -> Any:
+    """A patched copy of a model."""
+    return hf_posenc.patch_model(copy.deepcopy(base), scheme, **options)
+
+
+def assert_equal(patched: Any, stock: Any) -> None:
+    """Bitwise equal logits at hard positions and in a row beyond the trained length."""
+    fresh = copy.deepcopy(stock)  # stock dynamic NTK remembers the longest row it has seen
+    assert torch.equal(logits(patched), logits(stock))
+    assert torch.equal(logits(patched, FULL_ROW, None), logits(fresh, FULL_ROW, None))
+
+
+def assert_close(patched: Any, stock: Any) -> None:
+    """Equal up to the order of a sum over the features of a head."""
+    assert difference(logits(patched), logits(stock)) <= atol("reordered_sum")
+    long = difference(logits(patched, FULL_ROW, None), logits(stock, FULL_ROW, None))
+    assert long <= atol("reordered_long_sum")
