@@ -13,13 +13,13 @@ from hf_posenc.evaluation.tasks import DEFAULT_COUNTS, KINDS
 LENGTHS = (1024, 2048, 4096, 8192)
 
 # Documents per (kind, length). niah_essay asks 8 probes per haystack.
-# quick: about a minute for a 135M model on two CPU cores; dev: about five CPU-minutes.
+# quick: two to three CPU-minutes for a 135M model; dev: about ten.
 SUITES: dict[str, dict[str, dict[int, int]]] = {
     "quick": {
-        "ppl_bins": {2048: 8},
-        "niah_single": {1024: 8, 2048: 8},
-        "niah_essay": {1024: 24, 2048: 24},
-        "copytext": {1024: 6, 2048: 4},
+        "ppl_bins": {2048: 6},
+        "niah_single": {1024: 4, 2048: 4},
+        "niah_essay": {1024: 16, 2048: 16},
+        "copytext": {1024: 4, 2048: 3},
     },
     "dev": {
         "ppl_bins": {8192: 3},
