@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import BY_ID, FAMILIES, SCHEMES, atol
+from matrix import BY_ID, FAMILIES, REPRESENTATIVE, SCHEMES, atol
 from patching import patch
 from tiny_models import VOCAB, difference, logits, tiny_model, tokens
 from transformers import DynamicCache, StaticCache
@@ -35,6 +35,19 @@ def patched(shared: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture(params=BY_POSITION)
 def by_position(shared: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    yield patch(shared, request.param)
+    hf_posenc.unpatch_model(shared)
+
+
+@pytest.fixture(
+    params=[
+        row_id
+        if row_id in (*REPRESENTATIVE, "compose", "rope-dynamic")
+        else pytest.param(row_id, marks=pytest.mark.slow)
+        for row_id in BY_ID
+    ]
+)
+def checkpointed(shared: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     yield patch(shared, request.param)
     hf_posenc.unpatch_model(shared)
 
@@ -136,7 +149,8 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_gradient_checkpointing_leaves_gradients_as_they_are(patched: Any):
+def test_gradient_checkpointing_leaves_gradients_as_they_are(checkpointed: Any):
+    patched = checkpointed
     patched.train()
     try:
         wanted = gradients(patched)

@@ -33,7 +33,6 @@ REFUSED = {
     "gpt_neox": "GPTNeoXModel: layer 0 has no self_attn",
     "llama4_text": "llama4_text cannot be converted",
     "qwen3_next": "linear-attention",
-    "granitemoehybrid": "no decoder with a rotary embedding",
 }
 
 
