@@ -37,7 +37,7 @@ def collect(*, seed: int | None = None, tokens: int | None = None, **extra: Any)
     """
     record: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([Path(sys.argv[0]).name, *map(_unplaced, sys.argv[1:])]),
         "python": platform.python_version(),
         "versions": _versions(),
         "git": _git(),
@@ -48,6 +48,11 @@ def collect(*, seed: int | None = None, tokens: int | None = None, **extra: Any)
     if clash := sorted(record.keys() & extra.keys()):
         raise ValueError(f"provenance already has {', '.join(clash)}")
     return record | extra
+
+
+def _unplaced(argument: str) -> str:
+    # An absolute path says where somebody's files lie; its last part says enough.
+    return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def _versions() -> dict[str, str | None]:
