@@ -184,21 +184,23 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     base = load(arguments.random, arguments.layers)
-    rows = [row for mode in arguments.mode for row in measure(base, mode, arguments.pairs)]
-    missed = [r for r in rows if r["scheme"] != "stock" and r["ratio"] > TARGETS[r["mode"]]]
-    write_json(
-        arguments.out,
-        {
-            "schema": 1,
-            "kind": "benchmark",
-            "name": "patch_overhead",
-            "model": "random, SmolLM2-135M's shape" if arguments.random else SOURCE,
-            "targets": TARGETS,
-            "rows": rows,
-            "missed": [f"{r['mode']} {r['workload']} {r['scheme']}" for r in missed],
-            "provenance": collect(seed=0),
-        },
-    )
+    rows: list[dict[str, Any]] = []
+    for mode in arguments.mode:  # compiling takes long: what is measured is on disk by then
+        rows += measure(base, mode, arguments.pairs)
+        missed = [r for r in rows if r["scheme"] != "stock" and r["ratio"] > TARGETS[r["mode"]]]
+        write_json(
+            arguments.out,
+            {
+                "schema": 1,
+                "kind": "benchmark",
+                "name": "patch_overhead",
+                "model": "random, SmolLM2-135M's shape" if arguments.random else SOURCE,
+                "targets": {name: TARGETS[name] for name in dict.fromkeys(r["mode"] for r in rows)},
+                "rows": rows,
+                "missed": [f"{r['mode']} {r['workload']} {r['scheme']}" for r in missed],
+                "provenance": collect(seed=0),
+            },
+        )
     for row in missed:
         print(f"missed: {row['mode']} {row['workload']} {row['scheme']} {row['ratio']:.3f}")
     return 1 if missed else 0
