@@ -130,9 +130,6 @@ TOLERANCES: dict[str, Tolerance] = {
     "shift": Tolerance(
         5e-4, "scores at shifted positions: the same float32 angle error, positions up to 300"
     ),
-    "half_precision": Tolerance(
-        5e-2, "bfloat16 logits of size 1 to 2 against float32: 8 bits of mantissa, four layers"
-    ),
     "gradients": Tolerance(1e-6, "recomputed activations are equal; sums may fuse differently"),
     "merge": Tolerance(
         5e-5, "W + BA is rounded once instead of adding B(Ax) to Wx; then four layers as above"

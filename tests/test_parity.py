@@ -16,13 +16,16 @@ from tiny_models import (
     HARD_POSITIONS,
     MAX_POSITIONS,
     THETA,
+    difference,
     layer_tables,
     logits,
     rebuilt,
     tiny_config,
     tiny_model,
+    tokens,
     with_rope,
 )
+from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import hf_posenc
@@ -114,6 +117,35 @@ def test_a_scaled_checkpoint_keeps_its_own_frequencies(base: Any, name: str):
     ]
     own = ModelSpec.from_model(scaled)
     assert kept == [own.num_frequencies // 2 if layer.rotated else 0 for layer in own.layers]
+
+
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_one_long_row_in_a_batch_and_a_cache_that_grows_past_the_trained_length(
+    base: Any, name: str
+):
+    parameters = scaling(name, base)
+    patched = converted(base, "rope", scaling=parameters)
+    ids = tokens(2, 12)
+    short, long = list(range(12)), list(range(MAX_POSITIONS - 4, MAX_POSITIONS + 8))
+    inputs = {"position_ids": torch.tensor([short, long]), "attention_mask": torch.ones_like(ids)}
+    stock = stock_with(base, **parameters)
+    assert torch.equal(logits(patched, ids, None, **inputs), logits(stock, ids, None, **inputs))
+    alone = logits(patched, ids[:1], short)
+    assert difference(logits(patched, ids, None, **inputs)[:1], alone) > 1e-3  # as stock has it
+
+    row = FULL_ROW[:, : MAX_POSITIONS + 3]
+    stock = stock_with(base, **parameters)
+    with torch.no_grad():
+        for model in (patched, stock):
+            cache = DynamicCache(config=model.config)
+            model(row[:, : MAX_POSITIONS - 3], cache=cache, use_cache=True)
+            steps = [
+                model(row[:, i : i + 1], cache=cache, use_cache=True).logits
+                for i in range(MAX_POSITIONS - 3, MAX_POSITIONS + 3)
+            ]
+            if model is patched:
+                wanted = torch.cat(steps)
+    assert torch.equal(torch.cat(steps), wanted)
 
 
 def test_static_ntk_is_stock_rope_at_the_stretched_theta(base: Any):
