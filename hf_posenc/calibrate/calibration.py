@@ -1,0 +1,185 @@
+"""`Calibration`: what dropping rotation would damage, measured once, kept as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_posenc.errors import PosencError, did_you_mean
+from hf_posenc.files import read_json, write_json
+from hf_posenc.model_spec import ModelSpec
+
+SCHEMA = 1
+STATISTICS = ("norm", "score", "sensitivity", "ablation")
+# What a choice is made by when the user names no statistic, best predictor first (docs/results.md).
+LAYER_PREFERENCE = ("ablation", "sensitivity", "score", "norm")
+PAIR_PREFERENCE = ("sensitivity", "score", "norm")
+
+LayerValues = tuple[float, ...]
+PairValues = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Damage of dropping rotation, by layer and by pair, larger is worse.
+
+    base        fingerprint of the model it was measured on (`ModelSpec.fingerprint`)
+    tokens      how many tokens were measured
+    pairs       statistic -> [L][F], pair f of layer l dropped alone: "norm" in squared feature
+                units, "score" in nats of the attention distributions, "sensitivity" in nats per
+                token of the output
+    layers      statistic -> [L], the whole layer dropped: the same, and "ablation", the measured
+                KL to the unconverted model in nats per token
+    heads       statistic -> [L][H][F], where a value per query head comes for free ("norm")
+    provenance  how it was made
+    """
+
+    base: str
+    tokens: int
+    pairs: Mapping[str, PairValues] = field(default_factory=dict)
+    layers: Mapping[str, LayerValues] = field(default_factory=dict)
+    heads: Mapping[str, tuple[PairValues, ...]] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def check(self, spec: ModelSpec) -> None:
+        """PosencError unless it was measured on the model that `spec` describes."""
+        if self.base != spec.fingerprint:
+            raise PosencError(
+                f"the calibration was made for another model ({self.base}), this {spec.family} is "
+                f"{spec.fingerprint}; calibrate the model that is to be converted"
+            )
+        for name, rows in self.pairs.items():
+            shape = (len(rows), {len(row) for row in rows})
+            if shape != (spec.num_layers, {spec.num_frequencies}):
+                raise PosencError(f"the calibration's {name!r} is damaged: {shape} values")
+        for name, values in self.layers.items():
+            if len(values) != spec.num_layers:
+                raise PosencError(f"the calibration's {name!r} is damaged: {len(values)} layers")
+
+    def layer_damage(self, by: str | None = None) -> LayerValues:
+        """[L], by the statistic `by`, or the best predictor that was measured."""
+        return self.layers[_chosen(by, self.layers, LAYER_PREFERENCE, "layers")]
+
+    def pair_damage(self, by: str | None = None) -> PairValues:
+        """[L][F], by the statistic `by`, or the best predictor that was measured."""
+        return self.pairs[_chosen(by, self.pairs, PAIR_PREFERENCE, "pairs")]
+
+    def harmless_layers(self, count: int, by: str | None = None) -> tuple[int, ...]:
+        """The `count` layers whose rotation is missed least, in order of the layer.
+
+        Errors: `PosencError` for a count outside 1 to L.
+        """
+        damage = self.layer_damage(by)
+        if isinstance(count, bool) or not 1 <= count <= len(damage):
+            raise PosencError(
+                f"auto:{count} is out of range; this model has {len(damage)} layers, "
+                f"use auto:1 to auto:{len(damage)}"
+            )
+        order = sorted(range(len(damage)), key=lambda layer: (damage[layer], layer))
+        return tuple(sorted(order[:count]))
+
+    def kept_pairs(
+        self, count: int, by: str | None = None, *, per_layer: bool = False
+    ) -> tuple[tuple[int, ...], ...]:
+        """Pairs to keep in each layer: `count` of F, those that are missed most.
+
+        per_layer False: the same pairs everywhere, by the sum over layers. True: count * L pairs
+        of all layers together, so that a layer keeps as many as it needs, or none.
+        Errors: `PosencError` for a count outside 1 to F.
+        """
+        damage = self.pair_damage(by)
+        layers, pairs = len(damage), len(damage[0])
+        if isinstance(count, bool) or not 1 <= count <= pairs:
+            raise PosencError(f"{count} pairs is out of range; use 1 to {pairs}")
+        if not per_layer:
+            total = [math.fsum(row[pair] for row in damage) for pair in range(pairs)]
+            order = sorted(range(pairs), key=lambda pair: (-total[pair], pair))
+            return (tuple(sorted(order[:count])),) * layers
+        cells = [(layer, pair) for layer in range(layers) for pair in range(pairs)]
+        cells.sort(key=lambda cell: (-damage[cell[0]][cell[1]], cell))
+        kept = set(cells[: count * layers])
+        return tuple(
+            tuple(pair for pair in range(pairs) if (layer, pair) in kept) for layer in range(layers)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values, six significant digits."""
+        return {
+            "schema": SCHEMA,
+            "kind": "calibration",
+            "base": self.base,
+            "tokens": self.tokens,
+            "layers": {name: _rounded(values) for name, values in self.layers.items()},
+            "pairs": {name: _rounded(rows) for name, rows in self.pairs.items()},
+            "heads": {name: _rounded(rows) for name, rows in self.heads.items()},
+            "provenance": dict(self.provenance),
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> Calibration:
+        """What `to_json` wrote; anything else is a `PosencError`."""
+        try:
+            if (value["schema"], value["kind"]) != (SCHEMA, "calibration"):
+                raise PosencError(
+                    f"calibration schema {value['schema']!r} is unknown; calibrate again"
+                )
+            return cls(
+                base=str(value["base"]),
+                tokens=int(value["tokens"]),
+                layers={name: _finite(name, v) for name, v in value["layers"].items()},
+                pairs={name: _finite(name, v) for name, v in value["pairs"].items()},
+                heads={name: _finite(name, v) for name, v in value["heads"].items()},
+                provenance=dict(value["provenance"]),
+            )
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise PosencError(
+                f"not a calibration ({type(error).__name__}: {error}); make one with "
+                "`hf-posenc calibrate`"
+            ) from None
+
+    def save(self, path: Path | str) -> Path:
+        """Write it as JSON; the file appears complete or not at all."""
+        return write_json(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: Path | str) -> Calibration:
+        """Read a file that `save` wrote. Errors: `PosencError` naming the file."""
+        value = read_json(path)
+        try:
+            return cls.from_json(value)
+        except PosencError as error:
+            raise PosencError(f"{path}: {error}") from None
+
+
+def _chosen(
+    by: str | None, measured: Mapping[str, Any], preference: Sequence[str], what: str
+) -> str:
+    if by is None:
+        by = next((name for name in preference if name in measured), None)
+        if by is None:
+            raise PosencError(f"the calibration measured no {what}; calibrate again")
+    if by not in STATISTICS:
+        raise PosencError(f"statistic {by!r} is unknown; {did_you_mean(str(by), STATISTICS)}")
+    if by not in measured:
+        raise PosencError(
+            f"the calibration holds no {by!r} of {what}, only {', '.join(sorted(measured))}; "
+            f"calibrate again with it (--statistics {by})"
+        )
+    return by
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.6g}")
+
+
+def _finite(name: str, value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_finite(name, item) for item in value)
+    if isinstance(value, bool) or not math.isfinite(value):
+        raise ValueError(f"{name!r} holds {value!r}")
+    return float(value)
