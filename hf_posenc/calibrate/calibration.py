@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,42 +67,56 @@ class Calibration:
         """[L][F], by the statistic `by`, or the best predictor that was measured."""
         return self.pairs[_chosen(by, self.pairs, PAIR_PREFERENCE, "pairs")]
 
-    def harmless_layers(self, count: int, by: str | None = None) -> tuple[int, ...]:
+    def harmless_layers(
+        self, count: int, by: str | None = None, *, layers: Collection[int] | None = None
+    ) -> tuple[int, ...]:
         """The `count` layers whose rotation is missed least, in order of the layer.
 
-        Errors: `PosencError` for a count outside 1 to L.
+        layers  those to choose from; None: all
+        Errors: `PosencError` for a count outside 1 to their number.
         """
         damage = self.layer_damage(by)
-        if isinstance(count, bool) or not 1 <= count <= len(damage):
+        inside = range(len(damage)) if layers is None else layers
+        if isinstance(count, bool) or not 1 <= count <= len(inside):
             raise PosencError(
-                f"auto:{count} is out of range; this model has {len(damage)} layers, "
-                f"use auto:1 to auto:{len(damage)}"
+                f"auto:{count} is out of range; there are {len(inside)} rotated layers to choose "
+                "from"
             )
-        order = sorted(range(len(damage)), key=lambda layer: (damage[layer], layer))
+        order = sorted(inside, key=lambda layer: (damage[layer], layer))
         return tuple(sorted(order[:count]))
 
     def kept_pairs(
-        self, count: int, by: str | None = None, *, per_layer: bool = False
+        self,
+        count: int,
+        by: str | None = None,
+        *,
+        per_layer: bool = False,
+        layers: Collection[int] | None = None,
     ) -> tuple[tuple[int, ...], ...]:
         """Pairs to keep in each layer: `count` of F, those that are missed most.
 
-        per_layer False: the same pairs everywhere, by the sum over layers. True: count * L pairs
-        of all layers together, so that a layer keeps as many as it needs, or none.
+        per_layer  False: the same pairs everywhere, by the sum over layers. True: count pairs
+                   times layers, of all layers together, so that a layer keeps as many as it needs,
+                   or none
+        layers     those that count; the others keep none. None: all
         Errors: `PosencError` for a count outside 1 to F.
         """
         damage = self.pair_damage(by)
-        layers, pairs = len(damage), len(damage[0])
+        pairs = len(damage[0])
+        inside = sorted(range(len(damage)) if layers is None else set(layers))
         if isinstance(count, bool) or not 1 <= count <= pairs:
             raise PosencError(f"{count} pairs is out of range; use 1 to {pairs}")
-        if not per_layer:
-            total = [math.fsum(row[pair] for row in damage) for pair in range(pairs)]
+        if per_layer:
+            cells = [(layer, pair) for layer in inside for pair in range(pairs)]
+            cells.sort(key=lambda cell: (-damage[cell[0]][cell[1]], cell))
+            kept = set(cells[: count * len(inside)])
+        else:
+            total = [math.fsum(damage[layer][pair] for layer in inside) for pair in range(pairs)]
             order = sorted(range(pairs), key=lambda pair: (-total[pair], pair))
-            return (tuple(sorted(order[:count])),) * layers
-        cells = [(layer, pair) for layer in range(layers) for pair in range(pairs)]
-        cells.sort(key=lambda cell: (-damage[cell[0]][cell[1]], cell))
-        kept = set(cells[: count * layers])
+            kept = {(layer, pair) for layer in inside for pair in order[:count]}
         return tuple(
-            tuple(pair for pair in range(pairs) if (layer, pair) in kept) for layer in range(layers)
+            tuple(pair for pair in range(pairs) if (layer, pair) in kept)
+            for layer in range(len(damage))
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -129,9 +143,9 @@ class Calibration:
             return cls(
                 base=str(value["base"]),
                 tokens=int(value["tokens"]),
-                layers={name: _finite(name, v) for name, v in value["layers"].items()},
-                pairs={name: _finite(name, v) for name, v in value["pairs"].items()},
-                heads={name: _finite(name, v) for name, v in value["heads"].items()},
+                layers={name: _finite(name, v, 1) for name, v in value["layers"].items()},
+                pairs={name: _finite(name, v, 2) for name, v in value["pairs"].items()},
+                heads={name: _finite(name, v, 3) for name, v in value["heads"].items()},
                 provenance=dict(value["provenance"]),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -143,6 +157,28 @@ class Calibration:
     def save(self, path: Path | str) -> Path:
         """Write it as JSON; the file appears complete or not at all."""
         return write_json(path, self.to_json())
+
+    @classmethod
+    def read(cls, value: Calibration | Path | str) -> Calibration:
+        """A calibration as it is, or the one a path leads to."""
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, str | Path):
+            raise PosencError(
+                f"calibration={value!r:.60} must be a Calibration or the path of its JSON file"
+            )
+        return cls.load(value)
+
+    @classmethod
+    def indifferent(cls, spec: ModelSpec) -> Calibration:
+        """One in which nothing is missed, to try a budget on a model before it is measured."""
+        row = (0.0,) * spec.num_frequencies
+        return cls(
+            base=spec.fingerprint,
+            tokens=0,
+            pairs={name: (row,) * spec.num_layers for name in PAIR_PREFERENCE},
+            layers={name: (0.0,) * spec.num_layers for name in STATISTICS},
+        )
 
     @classmethod
     def load(cls, path: Path | str) -> Calibration:
@@ -177,9 +213,10 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.6g}")
 
 
-def _finite(name: str, value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(_finite(name, item) for item in value)
-    if isinstance(value, bool) or not math.isfinite(value):
+def _finite(name: str, value: Any, depth: int) -> Any:
+    """Nested lists as tuples, `depth` deep, of finite numbers."""
+    if isinstance(value, list) and depth:
+        return tuple(_finite(name, item, depth - 1) for item in value)
+    if depth or isinstance(value, bool) or not math.isfinite(value):
         raise ValueError(f"{name!r} holds {value!r}")
     return float(value)

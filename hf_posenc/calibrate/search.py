@@ -1,0 +1,116 @@
+"""`plan_search`: greedy dropping, measured again after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from hf_posenc.calibrate.ablation import Damage, without_pairs
+from hf_posenc.calibrate.measure import Progress, at_rest, checked_rows
+from hf_posenc.errors import PosencError
+from hf_posenc.plan import LayerPlan
+from hf_posenc.runtime.patch import get_plan
+from hf_posenc.schemes import Scheme, make_scheme
+from hf_posenc.schemes.options import check_choice, check_integer
+from hf_posenc.schemes.pairs import drop_rotation
+
+Unit = Literal["layers", "pairs"]
+
+
+@dataclass(frozen=True)
+class SearchStep:
+    """One step: what was dropped, and the measured KL of all that is dropped by then."""
+
+    dropped: int
+    damage: float
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The scheme that was found, and how: `steps` in the order of dropping."""
+
+    scheme: Scheme
+    steps: tuple[SearchStep, ...]
+
+
+def plan_search(
+    model: Any,
+    rows: Iterable[Tensor],
+    *,
+    drop: int,
+    unit: Unit = "layers",
+    shortlist: int = 8,
+    progress: Progress | None = None,
+) -> SearchResult:
+    """Drop layers, or pairs in all layers alike, one by one, each time the one that costs least.
+
+    rows       token ids as for `calibrate`; every candidate costs one forward over all of them
+    drop       how many of the L layers or F pairs lose their rotation
+    unit       "layers" finds a `nope_interleaved`, "pairs" a `p_rope` with explicit pairs
+    shortlist  candidates tried in each step: those that were cheapest when last tried; the first
+               step tries all
+    Damage is the KL to the unconverted model in nats per token. Deterministic: ties go to the lower
+    index. Errors: `PosencError` for a converted model, no rows, or a budget out of range.
+    """
+    check_choice("unit", unit, ("layers", "pairs"))
+    check_integer("shortlist", shortlist, at_least=1)
+    if get_plan(model) is not None:
+        raise PosencError("the model is converted already; search on the unconverted model")
+    batch = checked_rows(rows)
+    report = progress or (lambda share, text: None)
+    with at_rest(model):
+        damage = Damage(model, batch)
+        spec = damage.spec
+        total = spec.num_layers if unit == "layers" else spec.num_frequencies
+        most = total if unit == "layers" else total - 1
+        if isinstance(drop, bool) or not isinstance(drop, int) or not 1 <= drop <= most:
+            raise PosencError(f"drop={drop!r} is out of range; use 1 to {most} {unit}")
+        found = _greedy(
+            lambda gone: damage.of(_dropped(spec.layers, unit, gone)),
+            total,
+            drop,
+            shortlist,
+            report,
+            unit,
+        )
+    gone = sorted(step.dropped for step in found)
+    if unit == "layers":
+        return SearchResult(make_scheme("nope_interleaved", layers=gone), found)
+    kept = [pair for pair in range(total) if pair not in gone]
+    return SearchResult(make_scheme("p_rope", select=kept), found)
+
+
+def _greedy(
+    cost: Callable[[set[int]], float],
+    total: int,
+    drop: int,
+    shortlist: int,
+    report: Progress,
+    unit: str,
+) -> tuple[SearchStep, ...]:
+    last_seen = dict.fromkeys(range(total), 0.0)
+    trials = total + (drop - 1) * min(shortlist, total)
+    tried = 0
+    steps: list[SearchStep] = []
+    while len(steps) < drop:
+        gone = {step.dropped for step in steps}
+        left = sorted(set(last_seen) - gone, key=lambda item: (last_seen[item], item))
+        for item in left[:shortlist] if steps else left:
+            report(tried / trials, f"dropping {unit}: {len(steps) + 1} of {drop}")
+            last_seen[item] = cost({*gone, item})
+            tried += 1
+        # Only what was tried in this step is comparable.
+        now = left[:shortlist] if steps else left
+        best = min(now, key=lambda item: (last_seen[item], item))
+        steps.append(SearchStep(best, last_seen[best]))
+    report(1.0, "done")
+    return tuple(steps)
+
+
+def _dropped(layers: tuple[LayerPlan, ...], unit: str, gone: set[int]) -> list[LayerPlan]:
+    if unit == "pairs":
+        return without_pairs(layers, gone)
+    return [drop_rotation(k) if index in gone else k for index, k in enumerate(layers)]
