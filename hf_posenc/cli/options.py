@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
@@ -13,6 +13,9 @@ import yaml
 from hf_posenc.errors import PosencError, did_you_mean
 from hf_posenc.schemes import as_scheme, list_schemes
 from hf_posenc.schemes.base import Scheme
+
+if TYPE_CHECKING:
+    from hf_posenc.calibrate.calibration import Calibration
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -42,6 +45,14 @@ SchemeFileOption = Annotated[
         "--scheme-file",
         metavar="FILE",
         help="Scheme as JSON or YAML, e.g. a composition of several.",
+    ),
+]
+CalibrationOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibration",
+        metavar="FILE",
+        help="What `hf-posenc calibrate` wrote, for a scheme with layers=auto:N and the like.",
     ),
 ]
 DtypeOption = Annotated[
@@ -85,6 +96,17 @@ def required_scheme(name: str | None, settings: Sequence[str] | None, file: Path
     if scheme is None:
         raise PosencError(f"no scheme given; use --scheme with one of: {', '.join(list_schemes())}")
     return scheme
+
+
+def checked_calibration(file: Path | None, scheme: Scheme | None) -> Calibration | None:
+    """The calibration of --calibration, which must have a scheme to choose for."""
+    if file is None:
+        return None
+    if scheme is None:
+        raise PosencError(f"--calibration {file} chooses for a scheme; name it with --scheme")
+    from hf_posenc.calibrate.calibration import Calibration
+
+    return Calibration.load(file)
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, Any]:

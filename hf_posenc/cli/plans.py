@@ -14,10 +14,12 @@ from rich.text import Text
 
 from hf_posenc.cli.group import app, say, screen
 from hf_posenc.cli.options import (
+    CalibrationOption,
     ModelArgument,
     SchemeFileOption,
     SchemeOption,
     SetOption,
+    checked_calibration,
     chosen_scheme,
 )
 from hf_posenc.errors import PosencError
@@ -57,6 +59,7 @@ def show(
     scheme: SchemeOption = None,
     settings: SetOption = None,
     scheme_file: SchemeFileOption = None,
+    calibration: CalibrationOption = None,
     png: Annotated[
         Path | None, typer.Option("--png", metavar="FILE", help="Also draw the heat map as PNG.")
     ] = None,
@@ -66,18 +69,20 @@ def show(
     from hf_posenc.evaluation.figures import plan_map
     from hf_posenc.evaluation.style import save_png
     from hf_posenc.parts import part_text
-    from hf_posenc.show import plan_heat, plan_summary, plan_table, read_plan
+    from hf_posenc.show import choice_text, plan_heat, plan_summary, plan_table, read_plan
 
     chosen = chosen_scheme(scheme, settings, scheme_file)
     if png is not None and png.suffix.lower() != ".png":
         raise PosencError(f"--png {png}: give a name that ends in .png")
-    spec, plan = read_plan(model, chosen)
+    spec, plan = read_plan(model, chosen, checked_calibration(calibration, chosen))
     if as_json:
         facts = {"model": model, "family": spec.family, "max_positions": spec.max_positions}
         print(json.dumps({**facts, **plan_summary(plan), "plan": plan.to_json()}, indent=2))
     else:
         console = screen()
         console.print(f"{model}: {plan.label}", markup=False, soft_wrap=True)
+        if (choice := choice_text(plan)) is not None:
+            console.print(choice, markup=False, soft_wrap=True)
         if plan.embedding is not None:
             console.print(f"added to the token embeddings: {part_text(plan.embedding)}")
         console.print(plan_table(plan))

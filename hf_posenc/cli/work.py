@@ -10,6 +10,7 @@ import typer
 
 from hf_posenc.cli.group import app, say, screen, waiting
 from hf_posenc.cli.options import (
+    CalibrationOption,
     DtypeOption,
     ModelArgument,
     RecipeArgument,
@@ -17,6 +18,7 @@ from hf_posenc.cli.options import (
     SchemeFileOption,
     SchemeOption,
     SetOption,
+    checked_calibration,
     checked_dtype,
     chosen_scheme,
     parse_lengths,
@@ -78,6 +80,7 @@ def convert(
     scheme: SchemeOption = None,
     settings: SetOption = None,
     scheme_file: SchemeFileOption = None,
+    calibration: CalibrationOption = None,
     dtype: DtypeOption = None,
     resume: Annotated[
         bool,
@@ -91,6 +94,7 @@ def convert(
     """
     chosen = required_scheme(scheme, settings, scheme_file)
     wanted = checked_dtype(dtype)
+    measured = checked_calibration(calibration, chosen)
     from hf_posenc.checkpoint.io import save_converted
     from hf_posenc.checkpoint.stream import convert_checkpoint
     from hf_posenc.runtime.patch import patch_model
@@ -98,9 +102,9 @@ def convert(
     from hf_posenc.sources import load_pretrained, load_tokenizer
 
     _require_new(out)
-    _, plan = read_plan(model, chosen)
+    _, plan = read_plan(model, chosen, measured)
     if wanted is None and not plan.adds_parameters:
-        convert_checkpoint(model, out, chosen, resume=resume)
+        convert_checkpoint(model, out, plan, resume=resume)
         say(f"{plan.label}; load it with hf_posenc.load_model({str(out)!r})")
         print(out)
         return
@@ -211,6 +215,7 @@ def evaluate(
     scheme: SchemeOption = None,
     settings: SetOption = None,
     scheme_file: SchemeFileOption = None,
+    calibration: CalibrationOption = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the needle documents.")] = 0,
     texts: Annotated[
         str | None, typer.Option("--texts", help="Text source; default: held-out essays.")
@@ -226,6 +231,7 @@ def evaluate(
     """Score a model with our long-context tasks or any task of lm-eval."""
     chosen = chosen_scheme(scheme, settings, scheme_file)
     wanted, sizes = checked_dtype(dtype), parse_lengths(lengths)
+    measured = checked_calibration(calibration, chosen)
     if out is not None and out.exists():
         raise PosencError(f"{out}: exists; remove it or choose another --out")
     from hf_posenc.evaluation import evaluate as score
@@ -238,7 +244,7 @@ def evaluate(
         from hf_posenc.show import read_plan
         from hf_posenc.sources import load_pretrained, load_tokenizer
 
-        _, plan = read_plan(model, chosen)
+        _, plan = read_plan(model, chosen, measured)
         tokenizer = load_tokenizer(model)
         source = patch_model(load_pretrained(model, dtype=wanted, device_map=device), plan)
         options = {}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
@@ -22,19 +23,28 @@ from hf_posenc.runtime.install import (
 )
 from hf_posenc.runtime.selfcheck import check_family
 from hf_posenc.runtime.weights import permute_model
-from hf_posenc.schemes import Scheme, as_scheme, make_scheme
+from hf_posenc.schemes import Scheme, as_scheme
+
+if TYPE_CHECKING:
+    from hf_posenc.calibrate.calibration import Calibration
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 def patch_model(
-    model: Model, scheme: str | Scheme | PositionPlan | Mapping[str, Any], **options: Any
+    model: Model,
+    scheme: str | Scheme | PositionPlan | Mapping[str, Any],
+    *,
+    calibration: Calibration | Path | str | None = None,
+    **options: Any,
 ) -> Model:
     """Convert a loaded causal LM (or the base of a PEFT model) to another positional encoding.
 
-    model     a transformers causal LM, changed in place and returned
-    scheme    a registered name with its `options`, a `Scheme`, a `PositionPlan`, or a dict
-              `{"name": ..., **options}`
+    model        a transformers causal LM, changed in place and returned
+    scheme       a registered name with its `options`, a `Scheme`, a `PositionPlan`, or a dict
+                 `{"name": ..., **options}`
+    calibration  of this model (`calibrate`), or the path of its JSON: for a scheme that leaves
+                 layers or pairs to it, such as `layers="auto:7"`
     Reversible: `unpatch_model` gives back the bitwise original.
     Errors: `PosencError` before anything changes: an unknown scheme or option, a family that
     cannot be converted, weights that would have to move but cannot, a model patched already.
@@ -47,7 +57,7 @@ def patch_model(
         )
     _check_class(base)
     spec = ModelSpec.from_model(base)
-    plan = build_plan(scheme, options, spec)
+    plan = build_plan(scheme, options, spec, calibration)
     check_plan(base, plan, spec)
     check_family(base, plan, spec)
     _apply(base, plan, spec)
@@ -114,20 +124,27 @@ def base_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def build_plan(scheme: Any, options: Mapping[str, Any], spec: ModelSpec) -> PositionPlan:
-    """The plan of whatever `patch_model` takes as a scheme, for a model.
+def build_plan(
+    scheme: Any,
+    options: Mapping[str, Any],
+    spec: ModelSpec,
+    calibration: Calibration | Path | str | None = None,
+) -> PositionPlan:
+    """The plan of whatever `patch_model` takes as a scheme and a calibration, for a model.
 
-    Errors: `PosencError` for an unknown scheme or option.
+    Errors: `PosencError` for an unknown scheme or option, or a calibration that does not fit.
     """
+    from hf_posenc.calibrate.calibration import Calibration  # whose measuring patches models
+
     if isinstance(scheme, PositionPlan):
-        if options:
-            raise PosencError(f"options {sorted(options)} have no effect on a finished plan")
+        given = sorted(options) if calibration is None else ["calibration", *sorted(options)]
+        if given:
+            raise PosencError(f"options {given} have no effect on a finished plan")
         return scheme
-    if isinstance(scheme, str):
-        return make_scheme(scheme, **options).build(spec)
-    if options:
+    if options and not isinstance(scheme, str):
         raise PosencError(f"options {sorted(options)} go into the scheme, or use its name")
-    return as_scheme(scheme).build(spec)
+    measured = None if calibration is None else Calibration.read(calibration)
+    return as_scheme(scheme, **options).build(spec, measured)
 
 
 def _check_class(model: Any) -> None:

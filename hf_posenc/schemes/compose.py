@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from hf_posenc.errors import PosencError, did_you_mean
 from hf_posenc.model_spec import ModelSpec
 from hf_posenc.parts import Embedding
 from hf_posenc.plan import LayerPlan, Pairing
-from hf_posenc.schedule import Schedule, check_schedule, select_layers
-from hf_posenc.schemes.base import Scheme
+from hf_posenc.schedule import Schedule, auto_layers, check_schedule, select_layers
+from hf_posenc.schemes.base import Scheme, rotated_layers
+
+if TYPE_CHECKING:
+    from hf_posenc.calibrate.calibration import Calibration
 
 _KEYS = ("layers", "scheme")
 
@@ -50,6 +53,22 @@ class Group:
             )
         return both
 
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether its layers, or layers or pairs of its scheme, are left to a calibration."""
+        return auto_layers(self.layers) is not None or self.scheme.needs_calibration
+
+    def resolve(
+        self, spec: ModelSpec, calibration: Calibration, among: Sequence[int] | None
+    ) -> Group:
+        """The group with its choices written out; its scheme chooses among its layers."""
+        layers = self.layers
+        if (wanted := auto_layers(layers)) is not None:
+            inside = rotated_layers(spec, among)
+            layers = calibration.harmless_layers(wanted.count, wanted.by, layers=inside)
+        members = _numbers(select_layers(layers, spec.num_layers), among)
+        return Group(layers=layers, scheme=self.scheme.resolve(spec, calibration, members))
+
     def describe(self) -> dict[str, Any]:
         """The mapping that `parse` reads, in plain JSON values."""
         layers = self.layers if isinstance(self.layers, str) else list(self.layers)
@@ -63,6 +82,7 @@ class Compose(Scheme):
     groups  [{"layers": "0-3", "scheme": {"name": "p_rope", "p": 0.5}}, ...]; no layer may lie in
             two groups. A scheme sees the whole model (every=4 still means layers 3, 7, ...) and
             what it plans is used in the layers of its group.
+    What a group leaves to a calibration is chosen among the layers of the group.
     How pairs are stored belongs to the whole checkpoint: `interleaved(preserve=True)` is refused
     unless its group holds every layer.
     Source: this project; mixed layers as in Gemma 4 and in SWAN-GPT, arXiv 2504.08719.
@@ -81,6 +101,22 @@ class Compose(Scheme):
         if not given:
             raise PosencError("groups=[] composes nothing; give at least one group")
         object.__setattr__(self, "groups", tuple(Group.parse(group) for group in given))
+
+    @property
+    def needs_calibration(self) -> bool:
+        return super().needs_calibration or any(group.needs_calibration for group in self.groups)
+
+    def resolve(
+        self, spec: ModelSpec, calibration: Calibration, among: Sequence[int] | None = None
+    ) -> Self:
+        if auto_layers(self.layers) is not None:
+            groups = [group.resolve(spec, calibration, among) for group in self.groups]
+            held = [select_layers(group.layers, spec.num_layers) for group in groups]
+            inside = _numbers(tuple(map(any, zip(*held, strict=True))), among)
+            return super(Compose, replace(self, groups=groups)).resolve(spec, calibration, inside)
+        inside = _numbers(super().selected(spec.num_layers), among)
+        groups = [group.resolve(spec, calibration, inside) for group in self.groups]
+        return replace(self, groups=groups)
 
     def selected(self, num_layers: int) -> tuple[bool, ...]:
         owners = [owner is not None for owner in self._owners(num_layers)]
@@ -126,6 +162,10 @@ class Compose(Scheme):
             next((g for g, inside in zip(self.groups, planned, strict=True) if inside[index]), None)
             for index in range(num_layers)
         )
+
+
+def _numbers(inside: Sequence[bool], among: Sequence[int] | None) -> list[int]:
+    return [i for i, chosen in enumerate(inside) if chosen and (among is None or i in among)]
 
 
 def _both(first: Sequence[bool], second: Sequence[bool]) -> tuple[bool, ...]:

@@ -32,12 +32,20 @@ def keep_fastest(spec: ModelSpec, own: LayerPlan, p: float, *, option: str = "p"
     On plain RoPE this is transformers' "proportional". PosencError when r is 0; `option` is what
     the user calls p.
     """
-    kept = kept_count(option, p, spec.num_frequencies)
-    if kept == spec.num_frequencies:
+    return keep_chosen(spec, own, range(kept_count(option, p, spec.num_frequencies)))
+
+
+def keep_chosen(spec: ModelSpec, own: LayerPlan, kept: Collection[int]) -> LayerPlan:
+    """`own` with the pairs `kept` rotated; the fastest ones on plain RoPE as "proportional"."""
+    count = len(kept)
+    if count == spec.num_frequencies:
         return own
-    if is_plain(spec, own):
-        return proportional(spec, spec.theta, p)
-    return keep_pairs(own, range(kept))
+    if count == 0:
+        return drop_rotation(own)
+    if set(kept) == set(range(count)) and is_plain(spec, own):
+        # Half a pair more than `count`, so that rounding down cannot lose one.
+        return proportional(spec, spec.theta, (count + 0.5) / spec.num_frequencies)
+    return keep_pairs(own, kept)
 
 
 def proportional(spec: ModelSpec, theta: float, p: float) -> LayerPlan:
