@@ -28,8 +28,9 @@ import torch
 from calibration import RESULTS, calibration
 from heal_grid import TEXTS, losses
 
-from hf_posenc import get_plan, patch_model
-from hf_posenc.calibrate import Calibration
+from hf_posenc import get_plan, patch_model, unpatch_model
+from hf_posenc.calibrate import Calibration, calibration_rows
+from hf_posenc.calibrate.compensation import fold_gains, query_gains
 from hf_posenc.files import write_json
 from hf_posenc.heal import heal, load_recipe
 from hf_posenc.heal.objective import Objective
@@ -50,6 +51,7 @@ class Row:
     tokens: int = LONG
     seed: int = 0
     changes: tuple[str, ...] = field(default=())
+    compensated: bool = False
 
 
 def rows() -> dict[str, Row]:
@@ -61,6 +63,7 @@ def rows() -> dict[str, Row]:
     table = {
         "nope7/kl": Row(SEVEN),
         "nope4/kl": Row(FOUR),
+        "nope7 compensated/kl": Row(SEVEN, compensated=True),
         "p.5 sensitivity/kl": Row(p_rope(0.5, "sensitivity")),
         "p.25 sensitivity/kl": Row(p_rope(0.25, "sensitivity")),
         "p.25 high/kl": Row(p_rope(0.25, "high")),
@@ -79,10 +82,19 @@ def run_row(row: Row, made: Calibration, windows: dict[str, Any], teacher: Path)
     if row.scheme is not None:
         patch_model(model, row.scheme, calibration=made)
     plan = get_plan(model)
+    if row.compensated and row.scheme is not None and plan is not None:
+        # The teacher would be this model with its plan off, gains and all: its states must be
+        # there from a row without gains.
+        unpatch_model(model)
+        model.requires_grad_(False)
+        text = calibration_rows(load_tokenizer(recipe.model))
+        fold_gains(model, query_gains(model, text, plan))
+        model.requires_grad_(True)
+        patch_model(model, row.scheme, calibration=made)
     before = losses(model, windows)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        stack.enter_context(patch.object(Objective, "_run", _remembering(teacher)))
+        stack.enter_context(patch.object(Objective, "_run", _remembering(teacher, row)))
         variant: Any = "control" if row.scheme is None else "healed"
         record = heal(recipe, out=folder / "run", model=model, variant=variant)
     return {
@@ -91,6 +103,7 @@ def run_row(row: Row, made: Calibration, windows: dict[str, Any], teacher: Path)
         "scheme": row.scheme,
         "unrotated": None if plan is None else _unrotated(plan),
         "changes": list(row.changes),
+        "compensated": row.compensated,
         "objective": record.objective,
         "before": before,
         "after": losses(model, windows),
@@ -114,7 +127,7 @@ def _unrotated(plan: Any) -> list[int]:
 _run = Objective._run
 
 
-def _remembering(folder: Path) -> Any:
+def _remembering(folder: Path, row: Row) -> Any:
     """`Objective._run` that reads the teacher's states back where it has seen the row before."""
 
     def run(self: Objective, model: Any, batch: Any, mask: Any) -> Any:
@@ -123,6 +136,8 @@ def _remembering(folder: Path) -> Any:
         key = hashlib.sha256(batch["input_ids"].numpy().tobytes()).hexdigest()[:24]
         path = folder / f"{key}.pt"
         if not path.exists():
+            if row.compensated:
+                raise RuntimeError("run a row without gains first: its teacher's states are needed")
             states = _run(self, model, batch, mask).states
             part = folder / f".{key}.{id(self)}"
             torch.save(states, part)

@@ -4,7 +4,8 @@
 
 No healing. Loss in nats per token over six windows of 1024 tokens of each held-out text (essays,
 Python reference). Choices by calibration use eval/results/smollm2_calibration.json
-(benchmarks/calibration.py). Finished rows are kept; results in
+(benchmarks/calibration.py); "compensated" rows fold gains into the queries
+(hf_posenc/calibrate/compensation.py). Finished rows are kept; results in
 eval/results/smollm2_zero_shot.json.
 """
 
@@ -12,12 +13,18 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from calibration import RESULTS, calibration, smollm2
 from heal_grid import TEXTS, losses
 
-from hf_posenc import get_plan, patch_model, unpatch_model
+from torch import Tensor
+
+from hf_posenc import ModelSpec, PositionPlan, make_scheme, patch_model, unpatch_model
+from hf_posenc.calibrate import calibration_rows
+from hf_posenc.calibrate.compensation import fold_gains, query_gains
 from hf_posenc.files import read_json, write_json
 from hf_posenc.provenance import collect
 from hf_posenc.sources import held_out_windows
@@ -44,6 +51,25 @@ def choices() -> dict[str, dict[str, Any] | None]:
     return rows
 
 
+COMPENSATED = (
+    "nope_interleaved every=4",
+    "nope_interleaved auto:7:ablation",
+    *(f"p_rope {p} {select}" for p in FRACTIONS for select in ("high", "sensitivity")),
+    "nope",
+)
+
+
+@contextmanager
+def compensated(model: Any, plan: PositionPlan, rows: Tensor) -> Iterator[None]:
+    """Inside the block the queries carry the gains that fit `plan`; weights come back after it."""
+    kept = {name: value.clone() for name, value in model.state_dict().items() if "q_proj" in name}
+    fold_gains(model, query_gains(model, rows, plan))
+    try:
+        yield
+    finally:
+        model.load_state_dict(kept, strict=False)
+
+
 def main() -> int:
     """Measure the missing rows, writing the result after each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -54,18 +80,29 @@ def main() -> int:
     model.requires_grad_(False)
     windows = {name: held_out_windows(text, tokenizer) for name, text in TEXTS.items()}
     done = read_json(RESULT) if RESULT.exists() else {"schema": 1, "kind": "zero_shot", "rows": {}}
-    for name, scheme in choices().items():
+    text = calibration_rows(tokenizer)
+    spec = ModelSpec.from_model(model)
+    wanted = [(name, name, False) for name in choices()]
+    wanted += [(f"{name} compensated", name, True) for name in COMPENSATED]
+    for name, row, gained in wanted:
         if name in done["rows"] or not name.startswith(tuple(arguments.only or [""])):
             continue
-        digest = None
-        if scheme is not None:
-            patch_model(model, scheme, calibration=made)
-            plan = get_plan(model)
-            digest = None if plan is None else plan.digest
-        found = losses(model, windows)
-        if scheme is not None:
-            unpatch_model(model)
-        done["rows"][name] = {"scheme": scheme, "plan_digest": digest, "loss": found}
+        scheme = choices()[row]
+        plan = None if scheme is None else make_scheme(**scheme).build(spec, made)
+        if plan is None:
+            found = losses(model, windows)
+        else:
+            with compensated(model, plan, text) if gained else nullcontext():
+                patch_model(model, plan)
+                found = losses(model, windows)
+                unpatch_model(model)
+        digest = None if plan is None else plan.digest
+        done["rows"][name] = {
+            "scheme": scheme,
+            "compensated": gained,
+            "plan_digest": digest,
+            "loss": found,
+        }
         done["provenance"] = collect(tokens=sum(ids.numel() for ids in windows.values()))
         write_json(RESULT, done)
         print(f"{name}: {found}", flush=True)

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from results_damage import damage_sections, provenance_text
+
 from hf_posenc.files import read_json, write_text
 from hf_posenc.plan import scheme_label
 
@@ -27,6 +29,7 @@ def main() -> int:
     ]
     if GRID.exists():
         parts += grid_section(read_json(GRID))
+    parts += damage_sections(GRID.parent)
     parts += ["## Cost of the code\n"]
     for path in sorted(BENCHMARKS.glob("*.json")):
         parts += benchmark_section(path.name, read_json(path))
@@ -71,7 +74,7 @@ def grid_section(grid: dict[str, Any]) -> list[str]:
     minutes = sum(row["heal"]["seconds"] for row in grid["rows"]) / 60
     lines += [
         "",
-        f"Command: `python benchmarks/heal_grid.py`. {_provenance(one)} "
+        f"Command: `python benchmarks/heal_grid.py`. {provenance_text(one)} "
         f"Healing took {minutes:.0f} minutes in all {len(grid['rows'])} runs.\n",
     ]
     return lines
@@ -81,7 +84,7 @@ def benchmark_section(name: str, result: dict[str, Any]) -> list[str]:
     """The headline numbers of one benchmark file."""
     lines = [f"### {name.removesuffix('.json')}\n", "| measured | value |", "|---|---|"]
     lines += [f"| {key} | {value} |" for key, value in _flat(result)]
-    return [*lines, "", _provenance(result["provenance"]) + "\n"]
+    return [*lines, "", provenance_text(result["provenance"]) + "\n"]
 
 
 def _flat(value: Any, path: str = "") -> list[tuple[str, str]]:
@@ -98,17 +101,6 @@ def _flat(value: Any, path: str = "") -> list[tuple[str, str]]:
 
 def _change(loss: float, goal: float) -> str:
     return f"{loss:.3f} ({loss - goal:+.3f})"
-
-
-def _provenance(record: dict[str, Any]) -> str:
-    machine, versions, git = record["machine"], record["versions"], record["git"] or {}
-    parts = [
-        f"{machine.get('cores', '?')} cores of {machine.get('cpu', 'unknown CPU')}",
-        f"torch {versions['torch']}, transformers {versions['transformers']}",
-        f"commit {str(git.get('commit', 'unknown'))[:10]}",
-        record["date"][:10],
-    ]
-    return "; ".join(parts) + "."
 
 
 if __name__ == "__main__":

@@ -3,25 +3,31 @@
 A pair of query head h that loses its rotation contributes Re(z) to a score where it contributed
 Re(z e^{i w (m - n)}), z the product of query and conjugate key. A complex gain c per head and pair,
 folded into q_proj at no cost, makes it Re(c z). All gains of a head are found together, by least
-squares over the queries and keys of some text: the variance of what is left, under the head's own
-attention distribution, which is twice the KL from it to second order.
+squares over the queries and keys of some text, up to a constant per query, which softmax does not
+see.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_posenc.calibrate.probe import Seen, causal, probing
+from hf_posenc.calibrate.probe import PairFeatures, Seen, causal, probing
+from hf_posenc.errors import PosencError
 from hf_posenc.model_spec import ModelSpec
 from hf_posenc.plan import PositionPlan
+from hf_posenc.runtime import families
+from hf_posenc.runtime.weights import check_named_projections
 
 QUERIES = 64  # per row
 RIDGE = 1e-2
+# Half of the weight follows attention, half is even over the keys a query sees: attention alone
+# says nothing about keys that it ignores now and that unrotated scores might raise.
+EVEN = 0.5
 
 Gain = Tensor  # complex [H, F]; 1 where nothing is gained
 
@@ -33,16 +39,12 @@ def query_gains(
     plan: PositionPlan,
     *,
     ridge: float = RIDGE,
-    real: bool = False,
     seed: int = 0,
-    skip: Sequence[int] = (),
 ) -> dict[int, Gain]:
     """The gain of every layer that loses pairs under `plan`, [H, F] complex64 each.
 
     model  unconverted; rows [N, T] token ids, all held at once
     ridge  pull towards 1, as a share of the mean of the normal matrix's diagonal
-    real   real gains only
-    skip   layers that are left as they are (gain 1), though converted
     Each layer is fitted on inputs that come from the converted and compensated layers before it.
     """
     spec = ModelSpec.from_model(model)
@@ -55,10 +57,7 @@ def query_gains(
         lost = torch.tensor([a != 0 and b == 0 for a, b in zip(own, new, strict=True)])
         query, key = seen.query, seen.key
         if lost.any():
-            gain = torch.ones(query.shape[1], seen.features.count, dtype=torch.complex64)
-            if seen.layer not in skip:
-                gain = _fitted(seen, lost, queries, ridge, real)
-                gains[seen.layer] = gain
+            gain = gains[seen.layer] = _fitted(seen, lost, queries, ridge)
             mask = seen.features.spread(lost.float(), query, 0.0).bool()
             query = torch.where(mask, turned(seen.still_query, gain, seen), query)
             key = torch.where(mask, seen.still_key, key)
@@ -87,7 +86,7 @@ def turned(query: Tensor, gain: Gain, seen: Seen) -> Tensor:
     return result
 
 
-def _fitted(seen: Seen, lost: Tensor, queries: Tensor, ridge: float, real: bool) -> Gain:
+def _fitted(seen: Seen, lost: Tensor, queries: Tensor, ridge: float) -> Gain:
     heads, groups = seen.query.shape[1], seen.key.shape[1]
     visible = causal(seen, queries)
     result = torch.ones(heads, seen.features.count, dtype=torch.complex64)
@@ -97,9 +96,11 @@ def _fitted(seen: Seen, lost: Tensor, queries: Tensor, ridge: float, real: bool)
         query, key = seen.query[:, one, queries].float(), seen.key[:, group].float()
         scores = query @ key.transpose(-1, -2) * seen.scaling
         weight = scores.masked_fill(~visible, -torch.inf).softmax(-1)[..., None]
+        spread = (visible / visible.sum(-1, keepdim=True))[..., None]
+        weight = (1 - EVEN) * weight + EVEN * spread
         straight, crossed = _parts(seen, lost, one, group, queries)
         rotated = _rotated(seen, lost, one, group, queries)
-        parts = straight if real else torch.cat((straight, -crossed), dim=-1)
+        parts = torch.cat((straight, -crossed), dim=-1)
         missing = rotated - straight.sum(-1, keepdim=True)
         parts = parts - (weight * parts).sum(-2, keepdim=True)
         missing = missing - (weight * missing).sum(-2, keepdim=True)
@@ -110,8 +111,7 @@ def _fitted(seen: Seen, lost: Tensor, queries: Tensor, ridge: float, real: bool)
         normal += ridge * normal.diagonal().mean() * torch.eye(len(normal), dtype=torch.float64)
         change = torch.linalg.solve(normal, left.T @ right)[:, 0].float()
         count = int(lost.sum())
-        imag = torch.zeros(count) if real else change[count:]
-        result[head, lost] = torch.complex(1 + change[:count], imag)
+        result[head, lost] = torch.complex(1 + change[:count], change[count:])
     return result
 
 
@@ -134,14 +134,35 @@ def _rotated(seen: Seen, lost: Tensor, head: slice, group: slice, queries: Tenso
     return (q @ k.transpose(-1, -2))[..., None]
 
 
-def fold(weight: Tensor, gain: Gain, first: Tensor, second: Tensor) -> Tensor:
-    """Rows of q_proj (weight [H * D, in] or bias [H * D]) multiplied by the gain, a new tensor.
+@torch.no_grad()
+def fold_gains(model: Any, gains: Mapping[int, Gain]) -> None:
+    """Multiply the rows of q_proj (and its bias) by the gains, in place, on a live model.
 
-    first, second  indices [F] of the two features of each pair within a head
+    Errors: `PosencError` where q has no matrix of its own, or is normed after it (Qwen3): a norm
+    per head undoes a gain.
     """
-    heads = gain.shape[0]
-    rows = weight.detach().clone().unflatten(0, (heads, -1))
-    shape = (heads, -1, *([1] * (rows.ndim - 2)))
+    attentions = families.attentions_of(families.decoder_of(model))
+    spec = ModelSpec.from_model(model)
+    features = PairFeatures.of(model.config, spec)
+    places = torch.arange(spec.head_dim)
+    first, second = places[features.first], places[features.second]
+    for layer in gains:
+        attention: Any = attentions[layer]
+        check_named_projections([attention], "folding gains into q_proj")
+        if getattr(attention, "q_norm", None) is not None:
+            raise PosencError(
+                f"{spec.family}: q is normed per head after q_proj, which undoes a gain there"
+            )
+    for layer, gain in gains.items():
+        attention = attentions[layer]
+        for parameter in attention.q_proj.parameters():
+            parameter.copy_(_folded(parameter, gain, first, second))
+
+
+def _folded(weight: Tensor, gain: Gain, first: Tensor, second: Tensor) -> Tensor:
+    """Rows [H * D, ...] multiplied by the gain; `first`, `second` [F] index the pairs in a head."""
+    rows = weight.detach().clone().unflatten(0, (gain.shape[0], -1))
+    shape = (*gain.shape, *([1] * (rows.ndim - 2)))
     real, imag = gain.real.reshape(shape), gain.imag.reshape(shape)
     one, two = rows[:, first].float(), rows[:, second].float()
     rows[:, first] = (one * real - two * imag).to(rows.dtype)

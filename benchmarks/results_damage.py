@@ -1,0 +1,214 @@
+"""Sections of docs/results.md about choosing, dropping and healing; see results_page.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_posenc.files import read_json
+from hf_posenc.plan import scheme_label
+
+Lines = list[str]
+
+
+def damage_sections(results: Path) -> Lines:
+    """Every section whose result files are there."""
+    lines: Lines = []
+    calibration = results / "smollm2_calibration.json"
+    predicts = results / "smollm2_calibration_predicts.json"
+    if calibration.exists() and predicts.exists():
+        lines += _calibration(read_json(calibration), read_json(predicts))
+    if (path := results / "smollm2_zero_shot.json").exists():
+        lines += _zero_shot(read_json(path))
+    rows = [read_json(p) for p in sorted((results / "smollm2_heal_choices").glob("*.json"))]
+    if rows:
+        lines += _healed(rows)
+    rows = [read_json(p) for p in sorted((results / "smollm2_long_context").glob("*.json"))]
+    if rows:
+        lines += _long_context({row["row"]: row for row in rows})
+    return lines
+
+
+def provenance_text(record: dict[str, Any]) -> str:
+    """Machine, versions, commit and date in one line."""
+    machine, versions, git = record["machine"], record["versions"], record["git"] or {}
+    parts = [
+        f"{machine.get('cores', '?')} cores of {machine.get('cpu', 'unknown CPU')}",
+        f"{machine.get('torch_threads', '?')} thread(s)",
+        f"torch {versions['torch']}, transformers {versions['transformers']}",
+        f"commit {str(git.get('commit', 'unknown'))[:10]}",
+        record["date"][:10],
+    ]
+    return "; ".join(parts) + "."
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Lines:
+    lines = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def _calibration(made: dict[str, Any], found: dict[str, Any]) -> Lines:
+    about, correlation = made["provenance"], found["rank_correlation"]
+    names = sorted(set(correlation["layers"]) | set(correlation["pairs"]))
+    rows = [
+        [
+            name,
+            *(
+                f"{correlation[what][name]:.2f}" if name in correlation[what] else "-"
+                for what in ("layers", "pairs")
+            ),
+        ]
+        for name in names
+    ]
+    worst = max(range(len(found["layers"])), key=lambda layer: found["layers"][layer])
+    return [
+        "## What a calibration predicts\n",
+        f"SmolLM2-135M calibrated on {made['tokens']:,} tokens: "
+        f"{about['cpu_seconds']:.0f} CPU-seconds, "
+        f"{about['peak_memory_bytes'] / 2**30:.2f} GiB peak for the process. The measured damage "
+        "is the loss that is added on held-out text when one layer loses its rotation, or one "
+        "pair in all layers, the rest as it was "
+        f"({found['provenance']['tokens']:,} tokens; layer {worst} costs most, "
+        f"{found['layers'][worst]:.3f} nats). Spearman's rank correlation of each statistic "
+        "with it (1 = the same order):\n",
+        *_table(["statistic", "over layers", "over pairs"], rows),
+        "",
+        "`ablation` is measured on the calibration's own text, so it is not perfect; there is none "
+        f"for pairs. Command: `python benchmarks/calibration.py`. {provenance_text(about)}\n",
+    ]
+
+
+def _zero_shot(result: dict[str, Any]) -> Lines:
+    rows = result["rows"]
+    stock = rows["stock"]["loss"]
+
+    def cell(name: str) -> str:
+        if name not in rows:
+            return "not run"
+        loss = rows[name]["loss"]
+        return " / ".join(f"{loss[text] - stock[text]:+.3f}" for text in stock)
+
+    names = [name for name in rows if name.startswith("p_rope")]
+    fractions = list(dict.fromkeys(name.split()[1] for name in names))
+    selections = list(dict.fromkeys(name.split(maxsplit=2)[2] for name in names))
+    grid = [[s, *(cell(f"p_rope {p} {s}") for p in fractions)] for s in selections]
+    layers = [
+        [scheme_label(row["scheme"]), cell(name)]
+        for name, row in rows.items()
+        if row["scheme"] is not None and not name.startswith("p_rope")
+    ]
+    texts = " / ".join(f"{loss:.3f} {name}" for name, loss in stock.items())
+    return [
+        "## Zero-shot: what the choice is worth\n",
+        f"Loss added to the unconverted model's {texts} (nats per token, held-out essays / "
+        "reference), no healing. `p_rope` keeps a fraction p of the 32 pairs; the choices by "
+        "statistic come from the calibration above; per_layer spends the same number of pairs "
+        "unevenly over the layers.\n",
+        *_table(["kept pairs", *(f"p {p}" for p in fractions)], grid),
+        "",
+        *_table(["layers without rotation", "added"], layers),
+        "",
+        f"Command: `python benchmarks/least_damage.py`. {provenance_text(result['provenance'])}\n",
+    ]
+
+
+def _healed(rows: list[dict[str, Any]]) -> Lines:
+    controls = {
+        (row["heal"]["tokens"], tuple(row["changes"])): row["after"]
+        for row in rows
+        if row["scheme"] is None
+    }
+    lines: Lines = []
+    for tokens in sorted({row["heal"]["tokens"] for row in rows}, reverse=True):
+        table = []
+        for row in rows:
+            if row["heal"]["tokens"] != tokens:
+                continue
+            stock = _stock(rows)
+            ce = "ce" in row["objective"]
+            goal = controls.get((tokens, tuple(row["changes"]))) if ce else stock
+            if row["scheme"] is None:
+                goal = stock
+            heal = row["heal"]
+            label = "unconverted" if row["scheme"] is None else row["row"]
+            gap = [
+                "no control" if goal is None else f"{row['after'][text] - goal[text]:+.3f}"
+                for text in row["after"]
+            ]
+            table.append(
+                [
+                    label,
+                    ", ".join(row["changes"]) or "as the recipe",
+                    " / ".join(f"{loss:.3f}" for loss in row["before"].values()),
+                    " / ".join(f"{loss:.3f}" for loss in row["after"].values()),
+                    " / ".join(gap),
+                    str(heal["seed"]),
+                    f"{heal['trainable_parameters'] / 1e6:.2f} M",
+                    f"{heal['seconds'] / 60:.1f}",
+                    f"{heal['peak_memory_bytes'] / 2**30:.2f}",
+                ]
+            )
+        lines += [f"### {tokens:,} tokens\n"]
+        head = ["row", "differs from the recipe", "before", "after", "behind its control", "seed"]
+        lines += [*_table([*head, "trained", "minutes", "peak GiB"], table), ""]
+    return [
+        "## Healed: what to drop, how, with what\n",
+        "Held-out loss in nats per token, essays / reference. All rows of one size see the same "
+        "tokens of the training parts. The control of ce is the unconverted model healed on the "
+        "same tokens; that of kl and hidden the unconverted model itself.\n",
+        *lines,
+        "Command: `python benchmarks/heal_choices.py`. Minutes are of one thread, with other "
+        "work beside it, and without the teacher's pass where its states were kept from an "
+        f"earlier row: compare them with care. {provenance_text(rows[0]['provenance'])}\n",
+    ]
+
+
+def _stock(rows: list[dict[str, Any]]) -> dict[str, float]:
+    loss: dict[str, float] = next(row["before"] for row in rows if row["scheme"] is None)
+    return loss
+
+
+def _long_context(rows: dict[str, dict[str, Any]]) -> Lines:
+    order = [name for name in ("stock", "control", "ntk", "yarn", "rnope_swa") if name in rows]
+    by_position, needles = [], []
+    for name in order:
+        scores = {
+            (s["task"], s["metric"], s["length"], tuple(s["bin"] or ())): s["value"]
+            for s in rows[name]["scores"]
+        }
+        longest = max(key[2] for key in scores)
+        bins = sorted(key[3] for key in scores if key[0] == "ppl_bins" and key[3])
+        by_position.append([name, *(f"{scores['ppl_bins', 'nll', longest, b]:.3f}" for b in bins)])
+        lengths = sorted({key[2] for key in scores if key[0] == "niah_essay"})
+        needles.append(
+            [
+                name,
+                *(
+                    f"{scores['niah_essay', 'em', n, ()]:.2f} / "
+                    f"{scores['niah_essay', 'acc', n, ()]:.2f} / "
+                    f"{scores['niah_essay', 'nll', n, ()]:.2f}"
+                    for n in lengths
+                ),
+            ]
+        )
+    one = rows[order[-1]]
+    healed = next(row["heal"] for row in rows.values() if row["heal"])
+    label = scheme_label(one["scheme"]) if one["scheme"] else one["row"]
+    return [
+        "## Beyond the trained length\n",
+        f"SmolLM2-135M (trained to 8,192 tokens), {label} trained under its window, against NTK "
+        f"and YaRN (factor 2) and the unconverted model (control), each healed with cross entropy "
+        f"on the same {healed['tokens']:,} tokens in rows of {healed['row_tokens']:,} "
+        f"(lr {healed['lr']:g}, seed {healed['seed']}); stock is not healed.\n",
+        "Loss in nats per token by position, one text of 16,384 held-out tokens:\n",
+        *_table(["", *(f"{a}-{b}" for a, b in bins)], by_position),
+        "",
+        "Needles in essays, eight probes of one haystack: exact match / right among four / nats "
+        "per answer token:\n",
+        *_table(["", *(f"{n:,}" for n in lengths)], needles),
+        "",
+        "Eight probes in one haystack are one cluster: differences of a few tenths in exact match "
+        "mean little. Command: `python benchmarks/long_context.py`. "
+        f"{provenance_text(one['provenance'])}\n",
+    ]
