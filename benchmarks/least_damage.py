@@ -19,7 +19,6 @@ from typing import Any
 
 from calibration import RESULTS, calibration, smollm2
 from heal_grid import TEXTS, losses
-
 from torch import Tensor
 
 from hf_posenc import ModelSpec, PositionPlan, make_scheme, patch_model, unpatch_model
