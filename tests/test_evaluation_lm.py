@@ -13,6 +13,7 @@ from lm_eval.models.huggingface import HFLM
 from tiny_tokenizer import tiny_text, tiny_tokenizer
 from transformers import LlamaConfig, MistralConfig
 
+from hf_posenc import patch_model
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import PosencLM, scoring
 from hf_posenc.evaluation.answer import Answer
@@ -240,3 +241,15 @@ def test_answers_are_lm_evals_pairs_and_survive_pickling():
 )
 def test_common_prefix(a, b, n):
     assert common_prefix(tuple(a), tuple(b)) == n
+
+
+def test_windows_of_a_plan_leave_prefixes_reusable():
+    """The layers keep every key; the window is a mask, so a cut cache gives the same numbers."""
+    model = patch_model(tiny_model(), "rnope_swa", every=2, window=48)
+    requests = shared_prefix_requests()
+    lm = PosencLM(model, tiny_tokenizer(), prefill_chunk=31)
+    answers = lm.loglikelihood(requests, disable_tqdm=True)
+    assert lm.scorer.tokens_reused > lm.scorer.tokens_computed
+    plain = HFLM(pretrained=model, tokenizer=tiny_tokenizer(), batch_size=1, backend="causal")
+    expected = plain.loglikelihood(requests, disable_tqdm=True)
+    torch.testing.assert_close(numbers(answers), numbers(expected), rtol=0, atol=1e-5)

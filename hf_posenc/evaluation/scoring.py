@@ -15,6 +15,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_posenc.evaluation.answer import Answer
+from hf_posenc.runtime import families
 from hf_posenc.runtime.patch import get_plan
 
 # Answer rows per forward: bounds the logits held at once (2048 x 150k words in bf16: 0.6 GB).
@@ -115,7 +116,7 @@ class PrefixScorer:
             self._cache.crop(kept - len(self._held))
         pieces = not self.whole_rows and (self.prefill_chunk or n > ROWS_PER_FORWARD)
         if self._cache is None and (self.reuse or pieces):
-            self._cache = DynamicCache(config=self.model.config)
+            self._cache = new_cache(self.model)
         return kept
 
     def _pieces(self, kept: int, total: int, n: int) -> Iterator[tuple[int, int, int]]:
@@ -158,9 +159,19 @@ def why_whole_rows(model: Any) -> str | None:
     return "the rotary frequencies depend on the row's length" if stretched else None
 
 
+def new_cache(model: Any) -> DynamicCache:
+    """An empty cache that can be cut back where the model allows it.
+
+    Windows of a plan are masks over whatever is cached, so layers that the checkpoint itself left
+    without a window may keep every key.
+    """
+    stock = DynamicCache(config=families.stock_config(model.config))
+    return DynamicCache(config=model.config) if any(stock.is_sliding) else stock
+
+
 def why_no_reuse(model: Any) -> str | None:
     """Why a cache cannot be cut back to a prefix exactly, or None."""
-    cache = DynamicCache(config=model.config)
+    cache = new_cache(model)
     if any(cache.is_sliding):
         return "sliding-window layers forget what a shorter prefix needs"
     if not cache.is_croppable:

@@ -361,10 +361,12 @@ def _no_transformers_warnings() -> Iterator[None]:
 
 def token_places(
     hidden_states: torch.Tensor, cache: Any, layer: int
-) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Places in the row of a call's queries [T] and keys [S], and whether early keys are gone.
+) -> tuple[torch.Tensor, torch.Tensor, bool, bool]:
+    """Places in the row of a call's queries [T] and keys [S], and two facts about the keys.
 
-    Asked before the layer writes to its cache; places count slots, padding included.
+    Whether early keys are gone; whether the last keys are those of the queries, which holds for
+    caches that grow and not for a preallocated one. Asked before the layer writes to its cache;
+    places count slots, padding included.
     """
     length, device = hidden_states.shape[1], hidden_states.device
     keys, kv_start = length, 0
@@ -372,11 +374,12 @@ def token_places(
     if cache is not None:
         keys, kv_start = cache.get_mask_sizes(length, layer)
         q_start = cache.get_query_offset(layer)
+    grows = isinstance(q_start, int) and q_start + length == kv_start + keys
     if isinstance(q_start, torch.Tensor):
         q_start = q_start.to(device)
     queries = torch.arange(length, device=device) + q_start
     places = torch.arange(keys, device=device) + kv_start
-    return queries, places, not (isinstance(kv_start, int) and kv_start == 0)
+    return queries, places, not (isinstance(kv_start, int) and kv_start == 0), grows
 
 
 def stock_attention(name: str, module: Any) -> Any:

@@ -35,6 +35,7 @@ class ScoreWork:
 
     q_index, kv_index  places of queries [T] and keys [S] in the row, in tokens
     trimmed            whether the cache has dropped keys, so that kv_index starts above 0
+    at_end             whether the last T keys are those of the queries
     start              per query its document's start in the row, [B or 1, T] (chunked windows)
     scale              factor on q, broadcast over [B, H, T, 1], float32
     scale_bias         whether `scale` multiplies the bias too
@@ -47,6 +48,7 @@ class ScoreWork:
     q_index: torch.Tensor
     kv_index: torch.Tensor
     trimmed: bool
+    at_end: bool
     start: torch.Tensor
 
     def allowed(self, rows: slice, columns: slice) -> torch.Tensor:
@@ -88,7 +90,8 @@ class ScoreHook:
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         positions = kwargs["position_ids"].to(hidden.device)
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
-        q_index, kv_index, trimmed = families.token_places(hidden, cache, module.layer_idx)
+        places = families.token_places(hidden, cache, module.layer_idx)
+        q_index, kv_index, trimmed, at_end = places
         work = ScoreWork(
             window=self.layer.window,
             bias=bias_term(self.layer.bias, (self.owner or [module])[0], hidden),
@@ -97,6 +100,7 @@ class ScoreHook:
             q_index=q_index,
             kv_index=kv_index,
             trimmed=trimmed,
+            at_end=at_end,
             start=q_index[None] - positions,
         )
         return args, {**kwargs, "posenc": work}
@@ -215,13 +219,13 @@ def _block(
 
 
 def _visible(work: ScoreWork, rows: slice, length: int, keys: int) -> slice:
-    """Columns that some query of `rows` can see; all of them unless queries and keys line up."""
-    if length != keys or torch.compiler.is_compiling():
+    """Columns that some query of `rows` can see; all of them unless the queries come last."""
+    if not work.at_end or torch.compiler.is_compiling():
         return slice(0, keys)
-    first = 0
+    first, before = 0, keys - length
     if work.window is not None and not work.window.chunked:
-        first = max(0, rows.start - work.window.size + 1)
-    return slice(first, rows.stop)
+        first = max(0, before + rows.start - work.window.size + 1)
+    return slice(first, before + rows.stop)
 
 
 def _alibi_features(
