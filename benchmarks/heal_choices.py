@@ -41,6 +41,7 @@ FOLDER = RESULTS / "smollm2_heal_choices"
 LONG, SHORT = 65_536, 32_768
 FOUR = {"name": "nope_interleaved", "every": 4}
 SEVEN = {"name": "nope_interleaved", "layers": "auto:7"}
+BY_LAYER = "{by: layers, share: 0.5, order: MOST_HARMLESS_FIRST}"
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,9 @@ def rows() -> dict[str, Row]:
     def p_rope(p: float, select: str) -> dict[str, Any]:
         return {"name": "p_rope", "p": p, "select": select}
 
+    every = {"name": "nope"}
+    scaled = {"name": "nope", "logit_scale": "per_head"}
+    hidden = "heal.first={objective: hidden, share: 0.3}"
     table = {
         "nope7/kl": Row(SEVEN),
         "nope4/kl": Row(FOUR),
@@ -67,15 +71,48 @@ def rows() -> dict[str, Row]:
         "p.5 sensitivity/kl": Row(p_rope(0.5, "sensitivity")),
         "p.25 sensitivity/kl": Row(p_rope(0.25, "sensitivity")),
         "p.25 high/kl": Row(p_rope(0.25, "high")),
-        "nope/kl": Row({"name": "nope"}),
+        "nope/kl": Row(every),
+        "nope layer by layer/kl": Row(every, changes=(f"heal.gentle={BY_LAYER}",)),
+        "nope/hidden then kl": Row(every, changes=(hidden,)),
+        "nope per-head scale/kl": Row(scaled),
+        "p.5 high/kl": Row(p_rope(0.5, "high")),
     }
+    # What to train and towards what, on the plan that costs much: every fourth layer.
+    variants: dict[str, tuple[str, ...]] = {
+        "kl": (),
+        "ce": ("heal.objective=ce",),
+        "hidden": ("heal.objective=hidden",),
+        "hidden then kl": (hidden,),
+        "kl r8": ("lora.r=8", "lora.alpha=16"),
+        "kl r32": ("lora.r=32", "lora.alpha=64"),
+        "kl r64": ("lora.r=64", "lora.alpha=128"),
+        "kl q,k": ("lora.targets=[q_proj, k_proj]",),
+        "kl all-linear": ("lora.targets=all-linear",),
+        "kl no norms": ("heal.train_norms=false",),
+        "kl lr 1e-3": ("heal.lr=1e-3",),
+        "kl full lr 3e-4": ("lora.full=true", "heal.lr=3e-4"),
+        "kl full lr 1e-3": ("lora.full=true", "heal.lr=1e-3"),
+        "kl by frequencies": ("heal.gentle={by: frequencies, share: 0.5}",),
+    }
+    for name, changes in variants.items():
+        table[f"nope4 short/{name}"] = Row(FOUR, SHORT, changes=changes)
+    table["control short/ce"] = Row(None, SHORT, changes=variants["ce"])
+    table["nope4 short compensated/kl"] = Row(FOUR, SHORT, compensated=True)
+    table["nope7 short/kl"] = Row(SEVEN, SHORT)
+    table["nope7 short/ce"] = Row(SEVEN, SHORT, changes=variants["ce"])
+    for seed in (1, 2):
+        table[f"nope4 short/kl seed {seed}"] = Row(FOUR, SHORT, seed)
+        table[f"nope7 short/kl seed {seed}"] = Row(SEVEN, SHORT, seed)
     return table
 
 
 def run_row(row: Row, made: Calibration, windows: dict[str, Any], teacher: Path) -> dict[str, Any]:
     """Convert, measure, heal, measure again."""
     settings = [f"heal.tokens={row.tokens}", "heal.rows=1", f"seed={row.seed}"]
-    settings += ["heal.heldout_rows=0", "heal.save_steps=0", *row.changes]
+    settings += ["heal.heldout_rows=0", "heal.save_steps=0"]
+    settings += [
+        change.replace("MOST_HARMLESS_FIRST", str(_harmless(made))) for change in row.changes
+    ]
     recipe = load_recipe("quickstart", settings)
     recipe = recipe.model_copy(update={"scheme": row.scheme or recipe.scheme})
     model = load_pretrained(recipe.model, dtype=recipe.dtype)
@@ -118,6 +155,11 @@ def run_row(row: Row, made: Calibration, windows: dict[str, Any], teacher: Path)
         },
         "provenance": collect(seed=record.seed, tokens=record.tokens),
     }
+
+
+def _harmless(made: Calibration) -> list[int]:
+    damage = made.layer_damage()
+    return sorted(range(len(damage)), key=lambda layer: damage[layer])
 
 
 def _unrotated(plan: Any) -> list[int]:
