@@ -42,6 +42,21 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
+def test_a_loaded_model_is_converted_again_and_again(tmp_path: Path):
+    tiny_model("llama").save_pretrained(tmp_path / "stock")
+    model = load(tmp_path / "stock")
+    plain, config = logits(model), model.config.to_dict()
+    for layers in ([0], [1, 2]):
+        patch(model, SchemeRow("", "nope", {"layers": layers}))
+        assert model.config.model_type == "posenc_llama"
+        model.save_pretrained(tmp_path / "new")
+        assert torch.equal(logits(load(tmp_path / "new")), logits(model))
+        hf_posenc.unpatch_model(model)
+        assert torch.equal(logits(model), plain)
+        assert {**model.config.to_dict(), "_name_or_path": config["_name_or_path"]} == config
+        assert type(model.config).__name__ == "LlamaConfig"
+
+
 ROUND_TRIPS = [
     pytest.param(
         family,

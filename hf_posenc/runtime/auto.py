@@ -129,6 +129,7 @@ def to_posenc_config(config: PreTrainedConfig, plan: PositionPlan) -> Any:
     """A copy of a stock config as its `Posenc<Family>Config`, carrying the plan."""
     made: Any = copy.deepcopy(config)
     made.__class__ = config_class(config.model_type)
+    vars(made).pop("model_type", None)  # of a loaded config: it would hide the class's
     base = copy.deepcopy(config.rope_parameters)
     made.posenc = {"plan": plan.to_json(), "base_rope_parameters": base}
     made.rope_parameters = _marked(base)
