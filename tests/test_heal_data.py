@@ -14,9 +14,9 @@ from tiny_models import difference, tiny_model, tokens
 
 from hf_posenc.errors import PosencError
 from hf_posenc.heal import data
-from hf_posenc.heal.config import DataSection, Source
 from hf_posenc.heal.data import IGNORED, PackedRows, collate, heldout_rows, make_row, pack
 from hf_posenc.heal.objective import predicted
+from hf_posenc.heal.sections import DataSection, Source
 from hf_posenc.runtime.patch import patch_model
 from hf_posenc.sources import Document
 

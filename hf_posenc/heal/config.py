@@ -8,133 +8,34 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+)
 
 from hf_posenc.errors import PosencError, did_you_mean
 from hf_posenc.heal.precision import resolve_dtype
+from hf_posenc.heal.sections import DataSection, EvalSection, HealSection, LoraSection, Section
 from hf_posenc.resources import recipes_dir
 
-Objective = Literal["ce", "kl", "hidden"]
-Variant = Literal["stock", "converted", "healed", "control"]
-_NOT_LORA = ("lm_head", "embed_tokens")
 _REPLACED = ("scheme", "heal.objective")
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Source(_Section):
-    """One source of text: anything `hf_posenc.sources` reads, and its share of the tokens."""
-
-    source: str
-    weight: float = Field(default=1.0, gt=0)
-
-
-class DataSection(_Section):
-    """Where the tokens come from; `split` "train" leaves each source's held-out part alone."""
-
-    sources: tuple[Source, ...] = Field(min_length=1)
-    row_tokens: int = Field(ge=8)
-    split: Literal["train", "all"]
-
-    @field_validator("sources", mode="before")
-    @classmethod
-    def _plain_strings(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            value = [value]
-        if isinstance(value, list):
-            return [{"source": item} if isinstance(item, str) else item for item in value]
-        return value
-
-
-class LoraSection(_Section):
-    """The LoRA adapter; `targets` is a list of module names or "all-linear"."""
-
-    r: int = Field(ge=1)
-    alpha: int = Field(ge=1)
-    targets: Literal["all-linear"] | tuple[str, ...]
-    dropout: float = Field(ge=0, lt=1)
-
-    @field_validator("targets")
-    @classmethod
-    def _hidden_layers_only(cls, value: Any) -> Any:
-        named = () if value == "all-linear" else value
-        if value != "all-linear" and not named:
-            raise ValueError('needs at least one module name, or "all-linear"')
-        for name in named:
-            if name.endswith(_NOT_LORA):
-                raise ValueError(f"{name} shares its weights with the teacher; leave it out")
-        return value
-
-
-class HealSection(_Section):
-    """How the converted model is healed; `tokens: 0` means that it is not."""
-
-    objective: dict[Objective, float]
-    tokens: int = Field(ge=0)
-    rows: int = Field(ge=1)
-    gradient_accumulation: int = Field(ge=1)
-    lr: float = Field(gt=0)
-    schedule: Literal["cosine", "linear", "constant", "constant_with_warmup"]
-    warmup: float = Field(ge=0)
-    train_norms: bool
-    bias_lr_multiplier: float = Field(gt=0)
-    gradient_checkpointing: bool | Literal["reentrant"]
-    hidden_layers: Literal["all"] | tuple[int, ...]
-    heldout_every: int = Field(ge=0)
-    heldout_rows: int = Field(ge=0)
-    save_steps: int = Field(ge=0)
-
-    @field_validator("warmup")
-    @classmethod
-    def _share_or_steps(cls, value: float) -> float:
-        if value >= 1 and value != int(value):
-            raise ValueError("is a share of the steps below 1, or a whole number of steps")
-        return value
-
-    @field_validator("objective", mode="before")
-    @classmethod
-    def _one_name(cls, value: Any) -> Any:
-        return {value: 1.0} if isinstance(value, str) else value
-
-    @field_validator("objective")
-    @classmethod
-    def _some_weight(cls, value: dict[str, float]) -> dict[str, float]:
-        if not value or any(not 0 <= weight < math.inf for weight in value.values()):
-            raise ValueError("needs kl, ce or hidden, each with a finite weight of 0 or more")
-        positive = {name: weight for name, weight in value.items() if weight > 0}
-        if not positive:
-            raise ValueError("needs at least one weight above 0")
-        return positive
-
-
-class EvalSection(_Section):
-    """What is scored: a suite by name or a list of tasks, at context lengths in tokens."""
-
-    tasks: str | tuple[str, ...]
-    lengths: tuple[int, ...]
-    limit: int | None = Field(ge=1)
-    variants: tuple[Variant, ...] = Field(min_length=1)
-
-    @field_validator("lengths")
-    @classmethod
-    def _positive(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        if any(length < 1 for length in value):
-            raise ValueError("lengths are token counts, 1 or more")
-        return value
-
-
-class Recipe(_Section):
+class Recipe(Section):
     """A whole run: model, scheme, data, healing and evaluation, validated and immutable.
 
     dtype "auto" of a file becomes the one that suits this machine (`precision.resolve_dtype`).
+    `calibration` is the file of one (`hf-posenc calibrate`), for a scheme that leaves layers or
+    pairs to it; where that is None, `run` makes one.
     """
 
     name: str
@@ -142,6 +43,7 @@ class Recipe(_Section):
     dtype: Literal["bfloat16", "float32"]
     seed: int = Field(ge=0, lt=2**32)
     scheme: dict[str, Any]
+    calibration: str | None
     data: DataSection
     lora: LoraSection
     heal: HealSection
@@ -162,6 +64,14 @@ class Recipe(_Section):
 
         as_scheme(dict(value))
         return dict(value)
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_used(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # A recipe without a calibration reads, and is told apart, as before there were any.
+        content: dict[str, Any] = handler(self)
+        if self.calibration is None:
+            content.pop("calibration", None)
+        return content
 
     @property
     def tokens_per_step(self) -> int:
@@ -277,7 +187,8 @@ def _apply(merged: dict[str, Any], override: str) -> tuple[str, ...]:
         raise PosencError(f"override {override!r}: write key.path=value, e.g. heal.tokens=4096")
     section: Any = merged
     for depth, key in enumerate(keys[:-1]):
-        below = section.get(key, {})
+        below = section.get(key)
+        below = {} if below is None else below
         if depth == 0 and key == "scheme" and isinstance(below, str):
             below = {"name": below}
         if not isinstance(below, dict):

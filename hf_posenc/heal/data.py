@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from hf_posenc.errors import PosencError
-from hf_posenc.heal.config import DataSection, Source
+from hf_posenc.heal.sections import DataSection, Source
 from hf_posenc.sources import iter_texts
 
 IGNORED = -100

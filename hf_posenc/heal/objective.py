@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,10 +48,16 @@ class Objective:
         base = model.get_base_model()
         self.decoder: nn.Module = base.get_decoder()
         self.head = checked_head(base)
-        self.layers = _chosen(self.decoder.layers, hidden_layers) if "hidden" in weights else []
+        self.layers = _chosen(self.decoder.layers, hidden_layers)
         self.vocabulary: int = base.config.get_text_config().vocab_size
         # Flash attention recognises packed documents only in a batch of one row.
         self.one_row = "flash" in str(base.config._attn_implementation)
+
+    def weighted(self, weights: Mapping[Any, float]) -> Objective:
+        """The same model's loss under other weights; nothing is checked or run again."""
+        other = copy(self)
+        other.weights = dict(weights)
+        return other
 
     def __call__(self, model: nn.Module, batch: Row) -> Tensor:
         """The loss of a batch (see `data.make_row`, stacked to [B, T]), summed over its N tokens.
@@ -59,16 +66,17 @@ class Objective:
         """
         batch = self._laid_out(batch)
         mask, targets = predicted(batch["labels"])
+        compared = self.layers if "hidden" in self.weights else []
         teacher = None
         if self.weights.keys() & {"kl", "hidden"}:
             with as_teacher(self.model):
-                teacher = self._run(self.model, batch, mask)
-        student = self._run(model, batch, mask)
+                teacher = self._run(self.model, batch, mask, compared)
+        student = self._run(model, batch, mask, compared)
         parts = []
         if self.weights.keys() & {"ce", "kl"}:
             of_chunk = self._of_chunk(targets, teacher)
             parts.append(self._summed(of_chunk, student.states))
-        if teacher is not None and self.layers:
+        if teacher is not None and compared:
             pairs = zip(student.layers, teacher.layers, strict=True)
             each = [losses.hidden(mine, theirs) for mine, theirs in pairs]
             parts.append(self.weights["hidden"] * torch.stack(each).mean())
@@ -107,7 +115,9 @@ class Objective:
     def _logits(self, states: Tensor) -> Tensor:
         return states if self.head is None else self.head(states)
 
-    def _run(self, model: nn.Module, batch: Row, mask: Tensor) -> _Pass:
+    def _run(
+        self, model: nn.Module, batch: Row, mask: Tensor, compared: Sequence[nn.Module] = ()
+    ) -> _Pass:
         arguments: dict[str, Any] = {
             "input_ids": batch["input_ids"],
             "position_ids": batch["position_ids"],
@@ -116,7 +126,7 @@ class Objective:
         }
         if self.head is not None:
             arguments["logits_to_keep"] = 1
-        with last_hidden_state(self.decoder) as last, _outputs(self.layers) as layers:
+        with last_hidden_state(self.decoder) as last, _outputs(compared) as layers:
             logits = model(**arguments).logits
         states = logits if self.head is None else last[0]
         return _Pass(states[mask], [output[mask] for output in layers])

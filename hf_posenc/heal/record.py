@@ -22,6 +22,8 @@ class HealRecord:
               seconds of training so far
     heldout   per measurement: step, tokens, loss (next-token cross entropy, nats per token,
               whatever the objective), n_tokens
+    first, gentle      the recipe's sections of that name, where they took part
+    full      whether the targets were trained as whole copies instead of LoRA
     peak_memory_bytes  of the process, or of the accelerator when there is one
     """
 
@@ -41,6 +43,9 @@ class HealRecord:
     log: list[dict[str, Any]]
     heldout: list[dict[str, Any]]
     provenance: dict[str, Any]
+    first: dict[str, Any] | None = None
+    gentle: dict[str, Any] | None = None
+    full: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The content of heal.json."""
@@ -50,14 +55,16 @@ class HealRecord:
     def read(cls, path: Path | str) -> HealRecord:
         """Read heal.json back. Errors: `PosencError` naming the file."""
         content = read_json(path)
-        names = {field.name for field in dataclasses.fields(cls)}
+        fields = dataclasses.fields(cls)
+        names = {field.name for field in fields}
+        required = {field.name for field in fields if field.default is dataclasses.MISSING}
         if (
             not isinstance(content, dict)
             or content.get("kind") != "heal"
-            or not names <= content.keys()
+            or not required <= content.keys()
         ):
             raise PosencError(f"{path}: not a healing record of this version; heal again")
-        return cls(**{name: content[name] for name in names})
+        return cls(**{name: content[name] for name in names & content.keys()})
 
     def write(self, folder: Path) -> None:
         """Write heal.json, log.jsonl and loss.png into `folder`."""
@@ -75,9 +82,9 @@ def draw_loss(record: HealRecord, path: Path) -> None:
     figure = Figure(figsize=(4.6 * panels + 0.6, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, panels, squeeze=False)[0]
-    objective = " + ".join(
-        name if weight == 1 else f"{weight:g} {name}" for name, weight in record.objective.items()
-    )
+    objective = _weights_text(record.objective)
+    if record.first is not None:
+        objective = f"{_weights_text(record.first['objective'])}, then {objective}"
     tokens = [entry["tokens"] for entry in record.log]
     axes[0].plot(tokens, [entry["loss"] for entry in record.log], color="#1f6f8b", linewidth=1.4)
     axes[0].set_title("Training loss", loc="left")
@@ -100,6 +107,12 @@ def draw_loss(record: HealRecord, path: Path) -> None:
     scheme = record.scheme["name"] if record.scheme else "unconverted"
     figure.suptitle(f"{record.model}, {scheme}, {record.variant}", fontsize=10, x=0.01, ha="left")
     figure.savefig(path, dpi=150)
+
+
+def _weights_text(weights: dict[str, float]) -> str:
+    return " + ".join(
+        name if weight == 1 else f"{weight:g} {name}" for name, weight in weights.items()
+    )
 
 
 def _short(tokens: float) -> str:

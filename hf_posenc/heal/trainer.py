@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import resource
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,29 +14,30 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
 
-from hf_posenc.checkpoint.adapter import save_adapter
 from hf_posenc.errors import PosencError
-from hf_posenc.files import read_json, staged_directory, write_json, write_text
+from hf_posenc.files import staged_directory, write_text
 from hf_posenc.heal.adapter import (
     attach_adapter,
     parameter_groups,
     settle_adapter,
     trainable_parameters,
 )
-from hf_posenc.heal.config import HealSection, Recipe
+from hf_posenc.heal.base import save_beside_base, saved_base
+from hf_posenc.heal.checks import check_calibrated, check_model, check_request
+from hf_posenc.heal.config import Recipe
 from hf_posenc.heal.data import PackedRows, Row, collate, heldout_rows
+from hf_posenc.heal.gentle import Transition
 from hf_posenc.heal.objective import Objective
 from hf_posenc.heal.progress import HeldOut, Progress, heldout_log, training_log
 from hf_posenc.heal.record import HealRecord
 from hf_posenc.heal.resume import claimed_folder, finished_record, last_checkpoint
-from hf_posenc.plan import PositionPlan
+from hf_posenc.heal.sections import HealSection
 from hf_posenc.provenance import collect
+from hf_posenc.runtime.install import installation_of, retabled
 from hf_posenc.runtime.patch import get_plan, patch_model
-from hf_posenc.schemes import as_scheme
 from hf_posenc.sources import load_pretrained, load_tokenizer
 
 Variant = Literal["healed", "control"]
-_BASE = "base"
 
 
 class HealTrainer(Trainer):
@@ -45,6 +45,8 @@ class HealTrainer(Trainer):
 
     The mean is over all predicted tokens of all accumulated batches and processes, so a step does
     not depend on how its rows were split. A loss that is not finite stops the run.
+    The tables of a `transition` are on within a step only: what is measured, saved or left behind
+    by an error runs the plan.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class HealTrainer(Trainer):
         *,
         model: PeftModel,
         objective: Objective,
+        transition: Transition | None,
         rows: PackedRows,
         heldout: Sequence[Row],
         heal: HealSection,
@@ -61,6 +64,8 @@ class HealTrainer(Trainer):
         super().__init__(model=model, args=args, train_dataset=rows, data_collator=collate)
         self.healing = model
         self.objective: Objective = objective
+        self.first = None if heal.first is None else objective.weighted(heal.first.objective)
+        self.transition = transition
         self.heldout = heldout
         self.heal = heal
         self.progress = progress
@@ -71,6 +76,18 @@ class HealTrainer(Trainer):
         if heldout:
             self.add_callback(HeldOut(self.measure_heldout, every=heal.heldout_every))
 
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        if self.transition is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        progress = (self.state.global_step + 1) / self.state.max_steps
+        with retabled(self.healing, self.transition.at(progress)):
+            return super().training_step(model, inputs, num_items_in_batch)
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -80,8 +97,15 @@ class HealTrainer(Trainer):
     ) -> Tensor:
         if num_items_in_batch is None:
             raise RuntimeError("the Trainer did not count the predicted tokens of the step")
-        loss = self.objective(model, inputs) / num_items_in_batch
+        loss = self._current_objective(model, inputs) / num_items_in_batch
         return loss * self.accelerator.num_processes
+
+    @property
+    def _current_objective(self) -> Objective:
+        if self.first is None or self.heal.first is None:
+            return self.objective
+        first_steps = round(self.heal.first.share * self.state.max_steps)
+        return self.first if self.state.global_step < first_steps else self.objective
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -156,7 +180,8 @@ def heal(
     """Heal the recipe's model and write the adapter with its records to the folder `out`.
 
     model      the converted model (variant "healed") or the unconverted one ("control"); changed
-               in place: it carries the adapter afterwards. None: loaded and converted here.
+               in place: it carries the adapter afterwards. None: loaded and converted here,
+               with the recipe's calibration; a scheme that needs one is refused without it.
                A base that is not on disk yet is saved in `out`/base
     tokenizer  None: the recipe's model's
     out        adapter/, heal.json, log.jsonl, loss.png, recipe.yaml; appears when all is done.
@@ -165,18 +190,20 @@ def heal(
     Errors: `PosencError` with nothing half-written.
     """
     out = Path(out)
-    _check_request(recipe, variant)
+    check_request(recipe, variant)
     if (finished := finished_record(out, recipe, variant)) is not None:
         return finished
+    if model is None and variant == "healed":
+        check_calibrated(recipe)
     tokenizer = load_tokenizer(recipe.model) if tokenizer is None else tokenizer
     rows = PackedRows(recipe.data, tokenizer, seed=recipe.seed)
     next(iter(rows))  # a text that is too short is found before anything is loaded
     heldout = heldout_rows(recipe.data, tokenizer, count=recipe.heal.heldout_rows)
     model = _load(recipe, variant) if model is None else model
-    _check_model(model, recipe, variant)
+    check_model(model, recipe, variant)
 
     with claimed_folder(out, recipe, variant) as checkpoints:
-        base = _saved_base(model, tokenizer, checkpoints)
+        base = saved_base(model, tokenizer, checkpoints)
         trainer = _trainer(model, recipe, variant, rows, heldout, checkpoints)
         try:
             trainer.train(resume_from_checkpoint=last_checkpoint(checkpoints))
@@ -185,7 +212,7 @@ def heal(
         settle_adapter(trainer.healing)
         record = _record(trainer, recipe, variant)
         with staged_directory(out, overwrite=True) as stage:
-            _save_adapter(trainer.healing, base, stage, out)
+            save_beside_base(trainer.healing, base, stage, out)
             record.write(stage)
             write_text(stage / "recipe.yaml", recipe.to_yaml())
     return record
@@ -199,6 +226,7 @@ def _trainer(
     heldout: Sequence[Row],
     checkpoints: Path,
 ) -> HealTrainer:
+    transition = _transition(model, recipe)
     set_seed(recipe.seed)
     healing = attach_adapter(model, recipe.lora, train_norms=recipe.heal.train_norms)
     if recipe.heal.gradient_checkpointing:
@@ -215,6 +243,7 @@ def _trainer(
     return HealTrainer(
         model=healing,
         objective=objective,
+        transition=transition,
         rows=rows,
         heldout=heldout,
         heal=recipe.heal,
@@ -223,8 +252,17 @@ def _trainer(
     )
 
 
+def _transition(model: Any, recipe: Recipe) -> Transition | None:
+    installed = installation_of(model)
+    if recipe.heal.gentle is None or installed is None:  # the control has no plan to come in
+        return None
+    return Transition.of(installed.plan, installed.spec.layers, recipe.heal.gentle)
+
+
 def _record(trainer: HealTrainer, recipe: Recipe, variant: Variant) -> HealRecord:
     plan = get_plan(trainer.healing)
+    heal = recipe.heal
+    gentle = None if trainer.transition is None else heal.gentle
     history = trainer.state.log_history
     return HealRecord(
         variant=variant,
@@ -233,6 +271,9 @@ def _record(trainer: HealTrainer, recipe: Recipe, variant: Variant) -> HealRecor
         plan_digest=None if plan is None else plan.digest,
         recipe_digest=recipe.digest,
         objective={str(name): weight for name, weight in recipe.heal.objective.items()},
+        first=None if heal.first is None else heal.first.model_dump(mode="json"),
+        gentle=None if gentle is None else gentle.model_dump(mode="json"),
+        full=recipe.lora.full,
         tokens=trainer.tokens_seen,
         steps=trainer.state.global_step,
         seed=recipe.seed,
@@ -254,38 +295,11 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _check_request(recipe: Recipe, variant: str) -> None:
-    if recipe.heal.tokens == 0:
-        raise PosencError(
-            f"recipe {recipe.name}: heal.tokens is 0, so there is nothing to heal; "
-            "set it, e.g. heal.tokens=1000000"
-        )
-    if variant == "control" and "ce" not in recipe.heal.objective:
-        raise PosencError(
-            f"recipe {recipe.name}: without ce the unconverted model is its own goal; "
-            "the control is the unconverted model itself, there is nothing to train"
-        )
-
-
 def _load(recipe: Recipe, variant: str) -> Any:
     model = load_pretrained(recipe.model, dtype=recipe.dtype)
-    return patch_model(model, recipe.scheme) if variant == "healed" else model
-
-
-def _check_model(model: Any, recipe: Recipe, variant: str) -> None:
-    plan = get_plan(model)
-    if variant == "control" and plan is not None:
-        raise PosencError(f"the control is the unconverted model; this one runs {plan.label}")
-    if variant == "healed":
-        wanted = as_scheme(recipe.scheme).describe()
-        if plan is None or plan.scheme_dict != wanted:
-            found = "is not converted" if plan is None else f"runs {plan.label}"
-            raise PosencError(f"the model {found}, recipe {recipe.name} heals {wanted}")
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and recipe.data.row_tokens > longest:
-        raise PosencError(
-            f"data.row_tokens is {recipe.data.row_tokens}, the model reads at most {longest} tokens"
-        )
+    if variant == "control":
+        return model
+    return patch_model(model, recipe.scheme, calibration=recipe.calibration)
 
 
 def _arguments(recipe: Recipe, checkpoints: Path) -> TrainingArguments:
@@ -314,31 +328,3 @@ def _arguments(recipe: Recipe, checkpoints: Path) -> TrainingArguments:
         dataloader_pin_memory=torch.cuda.is_available(),
         report_to=[],
     )
-
-
-def _saved_base(model: Any, tokenizer: Any, checkpoints: Path) -> Path | str:
-    """Where the base of the adapter can be loaded from; saved among the checkpoints if nowhere."""
-    plan = get_plan(model)
-    origin = str(getattr(model, "name_or_path", "") or "")
-    if plan is None and origin:
-        return origin
-    if plan is not None and (Path(origin) / "config.json").is_file():
-        stored = read_json(Path(origin) / "config.json").get("posenc")
-        if stored is not None and PositionPlan.from_json(stored["plan"]).digest == plan.digest:
-            return origin
-    base = checkpoints / _BASE
-    if not base.is_dir():
-        with staged_directory(base) as stage:
-            model.save_pretrained(stage)
-            tokenizer.save_pretrained(stage)
-    return base
-
-
-def _save_adapter(healing: PeftModel, base: Path | str, stage: Path, out: Path) -> None:
-    if isinstance(base, Path):
-        base = Path(shutil.copytree(base, stage / _BASE))
-    save_adapter(healing, stage / "adapter", base=base)
-    if isinstance(base, Path):
-        path = stage / "adapter" / "adapter_config.json"
-        final = str(out.resolve() / _BASE)
-        write_json(path, {**read_json(path), "base_model_name_or_path": final})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class Installation:
         self.plan = plan
         self.spec = spec
         self.original = original  # the stock rotary module; None when a saved model was loaded
+        self.picks: list[PickTable] = []  # one per layer
         self.remove: list[Callable[[], None]] = []
 
 
@@ -121,6 +123,7 @@ def install(model: Any, plan: PositionPlan, spec: ModelSpec, *, loaded: bool = F
     for index, attention in enumerate(attentions):
         hook = PickTable(rotary.switch, planned_index[index], len(planned) + base_index[index])
         handle = attention.register_forward_pre_hook(hook, with_kwargs=True)
+        installed.picks.append(hook)
         installed.remove.append(handle.remove)
     rotary.installation = installed
     decoder.rotary_emb = rotary
@@ -128,6 +131,34 @@ def install(model: Any, plan: PositionPlan, spec: ModelSpec, *, loaded: bool = F
     _install_embedding(decoder, installed, rotary.switch)
     keep_scores(model)
     families.open_rotation_gates(attentions)
+
+
+@contextmanager
+def retabled(model: Any, layers: Sequence[LayerPlan]) -> Iterator[None]:
+    """Run a patched model on the tables of other layers, one per layer, inside the block.
+
+    Only `inv_freq`, `rope_scale` and `stretch` of `layers` are read: windows, scales, biases and
+    feature orders stay the plan's, and so does what `get_plan` says and a save writes. Nothing is
+    hooked anew. The plan's own tables are back after the block, whatever happens in it.
+    """
+    found = [module for module in model.modules() if isinstance(module, PosencRotaryEmbedding)]
+    if not found:
+        raise PosencError(f"{type(model).__name__} is not patched; it runs no plan's tables")
+    rotary: Any = found[0]
+    _retable(rotary, layers)
+    try:
+        yield
+    finally:
+        _retable(rotary, rotary.installation.plan.layers)
+
+
+def _retable(rotary: Any, layers: Sequence[LayerPlan]) -> None:
+    installed = rotary.installation
+    planned, index = _distinct(tuple(layers))
+    _, base_index = _distinct(installed.spec.layers)
+    rotary.retable(planned)
+    for pick, mine, base in zip(installed.picks, index, base_index, strict=True):
+        pick.planned, pick.base = mine, len(planned) + base
 
 
 def keep_scores(model: Any) -> None:

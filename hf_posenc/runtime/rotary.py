@@ -31,6 +31,7 @@ class PosencRotaryEmbedding(nn.Module):
     """Computes every distinct (cos, sin) of a plan once per forward call.
 
     planned, base   the distinct layers of the plan and of the model's own encoding
+    `retable` puts other planned layers in the place of these.
     Returns one (cos, sin) pair per distinct layer, each [B or 1, T, 2F] (in the family's own
     layout) and in the dtype of `x`: the plan's, then None for each of the base's, while the switch
     is on; else the other way round.
@@ -54,15 +55,25 @@ class PosencRotaryEmbedding(nn.Module):
         super().__init__()
         self.config = config
         self.rope_type = "default"
-        self.kinds = planned + base
-        self.num_planned = len(planned)
+        self.layout = layout
+        self.switch = PlanSwitch()
+        self._set(planned + base, len(planned), device)
+
+    def retable(self, planned: tuple[LayerPlan, ...]) -> None:
+        """Compute the tables of `planned` instead of the plan's; the base's stay."""
+        base = self.kinds[self.num_planned :]
+        self._set(planned + base, len(planned), self.inv_freq.device)
+
+    def _set(
+        self, kinds: tuple[LayerPlan, ...], num_planned: int, device: torch.device | None
+    ) -> None:
+        self.kinds = kinds
+        self.num_planned = num_planned
         # Row of the buffers that holds a LongRoPE layer's second table, behind the K first ones.
         stretched = [
             i for i, kind in enumerate(self.kinds) if isinstance(kind.stretch, LongFactors)
         ]
         self.long_row = {index: len(self.kinds) + n for n, index in enumerate(stretched)}
-        self.layout = layout
-        self.switch = PlanSwitch()
         self._fill(device)
 
     def compute_default_rope_parameters(
