@@ -10,6 +10,7 @@ import torch
 import transformers
 from matrix import atol
 from tiny_models import difference, harden, tiny_model, tokens
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.inkling.modeling_inkling import InklingRelativeLogits
 from transformers.models.t5.modeling_t5 import T5Attention
@@ -226,6 +227,32 @@ def test_query_bias_is_inklings() -> None:
     relative = torch.nn.functional.linear(hidden, module.relative).view(2, 30, 4, 4)
     assert torch.equal(ours, stock(relative, places, places))
     assert (ours[:, :, 20, :12] == 0).all() and (ours[:, :, 20, 12:21] != 0).any()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("extent", [1, 9, 40])
+@pytest.mark.parametrize("place", [(0, 30, 0), (11, 30, 0), (11, 30, 7), (3, 4, 0)])
+def test_query_bias_of_queries_that_come_last(extent: int, place: tuple[int, int, int]) -> None:
+    """The shifted band says what the table of distances says: short extents and long, any rows."""
+    torch.manual_seed(0)
+    module = PosencQueryBias(QueryBias(rank=4, extent=extent), 4, 64)
+    module.proj.normal_()
+    first, stop, seen = place
+    places, rows = torch.arange(stop), slice(first, stop)
+    term = module.term(torch.randn(2, 30, 64))
+    looked_up = term.slab(rows, places[rows], places[seen:])
+    banded = term.slab(rows, places[rows], places[seen:], level=True)
+    assert looked_up.shape == banded.shape and (looked_up != 0).any()
+    assert difference(looked_up, banded) < atol("reordered_sum")
+
+
+@torch.no_grad()
+def test_alibi_keeps_the_fused_kernel() -> None:
+    """Anything else holds the whole score matrix, which is what the two features are there for."""
+    model = tiny_model("llama")
+    hf_posenc.patch_model(model, "alibi")
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        assert run(model).isfinite().all()
 
 
 @torch.no_grad()

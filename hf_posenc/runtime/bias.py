@@ -2,7 +2,7 @@
 
 A term gives one slab at a time, for some query rows and key columns, so that nothing the size of
 the score matrix is ever held. Distances are i - j in tokens, i the query's and j the key's place
-in the row; pairs with i < j never matter, the mask removes them.
+in the row; places follow one another. Pairs with i < j never matter, the mask removes them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 
 from hf_posenc.parts import ALiBi, Bias, QueryBias, T5Bias
 
@@ -21,10 +22,12 @@ BIAS, HEAD_SCALE = "posenc_bias", "posenc_head_scale"
 class BiasTerm(Protocol):
     """A bias ready for one forward call of one layer."""
 
-    def slab(self, rows: slice, q_index: torch.Tensor, kv_index: torch.Tensor) -> torch.Tensor:
+    def slab(
+        self, rows: slice, q_index: torch.Tensor, kv_index: torch.Tensor, *, level: bool = False
+    ) -> torch.Tensor:
         """Bias of queries `rows`, at places q_index [c], on keys at kv_index [s].
 
-        [B or 1, H, c, s].
+        `level` promises that the last query stands at the last key. [B or 1, H, c, s].
         """
 
 
@@ -34,9 +37,11 @@ class AlibiTerm:
     def __init__(self, slopes: torch.Tensor) -> None:
         self.slopes = slopes
 
-    def slab(self, rows: slice, q_index: torch.Tensor, kv_index: torch.Tensor) -> torch.Tensor:
-        distance = (q_index[:, None] - kv_index[None, :]).clamp(min=0).float()
-        return -self.slopes.view(1, -1, 1, 1) * distance
+    def slab(
+        self, rows: slice, q_index: torch.Tensor, kv_index: torch.Tensor, *, level: bool = False
+    ) -> torch.Tensor:
+        distance = _distances(q_index, kv_index).clamp(min=0).float()
+        return _spread(-self.slopes[:, None] * distance, kv_index.shape[0])
 
 
 class PosencT5Bias(nn.Module):
@@ -55,10 +60,12 @@ class _T5Term:
     def __init__(self, part: T5Bias, weight: torch.Tensor) -> None:
         self.part, self.weight = part, weight
 
-    def slab(self, rows: slice, q_index: torch.Tensor, kv_index: torch.Tensor) -> torch.Tensor:
-        distance = q_index[:, None] - kv_index[None, :]
+    def slab(
+        self, rows: slice, q_index: torch.Tensor, kv_index: torch.Tensor, *, level: bool = False
+    ) -> torch.Tensor:
+        distance = _distances(q_index, kv_index)
         bucket = t5_bucket(distance, self.part.buckets, self.part.max_distance)
-        return self.weight[bucket].permute(2, 0, 1)[None]
+        return _spread(self.weight[bucket].t(), kv_index.shape[0])
 
 
 class PosencQueryBias(nn.Module):
@@ -84,12 +91,27 @@ class _QueryTerm:
     def __init__(self, states: torch.Tensor, proj: torch.Tensor, extent: int) -> None:
         self.states, self.proj, self.extent = states, proj, extent
 
-    def slab(self, rows: slice, q_index: torch.Tensor, kv_index: torch.Tensor) -> torch.Tensor:
+    def slab(
+        self, rows: slice, q_index: torch.Tensor, kv_index: torch.Tensor, *, level: bool = False
+    ) -> torch.Tensor:
+        if level:
+            return self._band(rows, kv_index.shape[0])
         by_distance = (self.states[:, rows] @ self.proj).transpose(1, 2)
         distance = (q_index[:, None] - kv_index[None, :])[None, None]
         index = distance.clamp(0, self.extent - 1).expand(*by_distance.shape[:2], -1, -1)
         outside = (distance < 0) | (distance >= self.extent)
         return by_distance.gather(-1, index).masked_fill(outside, 0.0)
+
+    def _band(self, rows: slice, keys: int) -> torch.Tensor:
+        """The same without looking up each pair: row i of the band is shifted i places.
+
+        Zeros behind every row, and read with rows one shorter than they were written.
+        """
+        proj = self.proj[:, :keys].flip(-1)  # farthest first, as keys lie
+        by_key = (self.states[:, rows] @ proj).transpose(1, 2)
+        count, width = by_key.shape[2], by_key.shape[2] + proj.shape[1] - 1
+        shifted = pad(by_key, (0, count)).flatten(-2)[..., :-count].unflatten(-1, (count, width))
+        return pad(shifted, (keys - width, 0))
 
 
 class PosencHeadScale(nn.Module):
@@ -98,6 +120,17 @@ class PosencHeadScale(nn.Module):
     def __init__(self, num_heads: int, **factory: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(num_heads, **factory))
+
+
+def _distances(q_index: torch.Tensor, kv_index: torch.Tensor) -> torch.Tensor:
+    """Every distance of a slab once, from the last query and first key down: [c + s - 1]."""
+    count = q_index.shape[0] + kv_index.shape[0] - 1
+    return q_index[-1] - kv_index[0] - torch.arange(count, device=q_index.device)
+
+
+def _spread(values: torch.Tensor, keys: int) -> torch.Tensor:
+    """The slab [1, H, c, s] of values [H, c + s - 1] that lie as `_distances`; s = `keys`."""
+    return values.unfold(-1, keys, 1).flip(-2)[None]
 
 
 def t5_bucket(distance: torch.Tensor, buckets: int, max_distance: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from hf_posenc.errors import PosencError
@@ -25,6 +26,7 @@ from hf_posenc.runtime.rotary import PlanSwitch
 
 PREFIX = "posenc_"
 BLOCK = 256  # queries per slab where scores are computed piece by piece
+_EXTRA = 8  # features that ALiBi adds to every head
 IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2")
 _WITH_BIAS = ("eager", "sdpa", "flex_attention")
 
@@ -68,7 +70,9 @@ class ScoreWork:
         """The bias of some queries and keys, [B or 1, H, c, s], or None."""
         if self.bias is None:
             return None
-        value = self.bias.slab(rows, self.q_index[rows], self.kv_index[columns])
+        before = self.kv_index.shape[0] - self.q_index.shape[0]
+        level = self.at_end and columns.stop == before + rows.stop
+        value = self.bias.slab(rows, self.q_index[rows], self.kv_index[columns], level=level)
         if self.scale_bias and self.scale is not None:
             value = value.float() * self.scale[:, :, rows]
         return value.to(dtype)
@@ -235,7 +239,8 @@ def _alibi_features(
 
     slope * j differs from -slope * (i - j) by a constant of the query's row, which softmax does
     not see. Key j carries j - j_last = -(256 * high + low), both exact in bfloat16, and high is 0
-    for the last 256 keys.
+    for the last 256 keys. Heads grow by 8, the values' too: fused kernels want one width for all
+    three, on GPUs a multiple of 8, and sdpa would fall back to the whole score matrix.
     """
     assert isinstance(work.bias, AlibiTerm)
     scaling = kw.get("scaling") or query.shape[-1] ** -0.5
@@ -244,9 +249,17 @@ def _alibi_features(
     features = -torch.stack((high, back - 256 * high), dim=-1).to(key.dtype)
     slopes = (work.bias.slopes / scaling).to(query.device)
     factors = torch.stack((256 * slopes, slopes), dim=-1).to(query.dtype)
-    query = torch.cat((query, factors[None, :, None].expand(*query.shape[:3], 2)), dim=-1)
-    key = torch.cat((key, features[None, None].expand(*key.shape[:2], -1, 2)), dim=-1)
-    return stock(module, query, key, value, None, **{**kw, "scaling": scaling})
+    query = _widened(query, factors[None, :, None])
+    key = _widened(key, features[None, None])
+    padded = pad(value, (0, _EXTRA))
+    output, weights = stock(module, query, key, padded, None, **{**kw, "scaling": scaling})
+    return output[..., : value.shape[-1]], weights
+
+
+def _widened(states: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """`states` [B, H, T, D] with two features beside them and zeros up to D + _EXTRA."""
+    extra = pad(features, (0, _EXTRA - features.shape[-1]))
+    return torch.cat((states, extra.expand(*states.shape[:3], -1)), dim=-1)
 
 
 def _eager(
