@@ -4,6 +4,7 @@ Importing the package registers the `posenc_<family>` model types with transform
 else; no class or function of transformers is changed.
 """
 
+from hf_posenc.calibrate import Calibration, calibrate
 from hf_posenc.checkpoint.adapter import load_adapter, save_adapter
 from hf_posenc.checkpoint.io import load_model
 from hf_posenc.checkpoint.stream import convert_checkpoint
@@ -16,10 +17,12 @@ from hf_posenc.schemes import list_schemes, make_scheme
 
 __version__ = "0.1.0"
 __all__ = [
+    "Calibration",
     "LayerPlan",
     "ModelSpec",
     "PosencError",
     "PositionPlan",
+    "calibrate",
     "convert_checkpoint",
     "get_plan",
     "list_schemes",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_posenc.calibrate.measure import ABLATION_TOKENS
 from hf_posenc.evaluation.suites import PlannedTask
 from hf_posenc.evaluation.tasks import PROBES
 from hf_posenc.heal.config import Recipe
@@ -62,8 +63,16 @@ def measure_speed(model: Any, row_tokens: int) -> Speed:
 
 def heal_seconds(recipe: Recipe, speed: Speed) -> float:
     """Time of one healing run; a teacher adds a forward."""
-    teacher = speed.forward if {"kl", "hidden"} & set(recipe.heal.objective) else 0.0
-    return recipe.steps * recipe.tokens_per_step * (speed.training + teacher)
+    first = recipe.heal.first
+    share = 0.0 if first is None else first.share
+    taught = (1 - share) * _has_teacher(recipe.heal.objective)
+    taught += 0.0 if first is None else share * _has_teacher(first.objective)
+    return recipe.steps * recipe.tokens_per_step * (speed.training + taught * speed.forward)
+
+
+def calibrate_seconds(tokens: int, layers: int, speed: Speed) -> float:
+    """Time of a calibration: gradients once, and a forward per layer on some of the tokens."""
+    return tokens * speed.training + min(ABLATION_TOKENS, tokens) * (layers + 1) * speed.forward
 
 
 def eval_seconds(tasks: Iterable[PlannedTask], speed: Speed) -> float:
@@ -89,7 +98,8 @@ def heal_bytes(recipe: Recipe, model: nn.Module) -> int:
             continue
         wanted = "lm_head" not in name if targets == "all-linear" else name.endswith(tuple(targets))
         if wanted:
-            trained += recipe.lora.r * (module.in_features + module.out_features)
+            wide, high = module.in_features, module.out_features
+            trained += wide * high if recipe.lora.full else recipe.lora.r * (wide + high)
     return 4 * trained * _ADAPTER_COPIES
 
 
@@ -109,6 +119,10 @@ def bytes_text(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
+
+
+def _has_teacher(objective: Mapping[Any, float]) -> bool:
+    return bool({"kl", "hidden"} & objective.keys())
 
 
 def _seconds(work: Callable[[], object]) -> float:

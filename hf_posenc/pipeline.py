@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from torch import Tensor
 
+from hf_posenc.calibrate import Calibration, calibration_rows
+from hf_posenc.calibrate.watched import calibrate_watched
 from hf_posenc.checkpoint.io import load_model, save_converted
 from hf_posenc.errors import PosencError
 from hf_posenc.estimate import (
     Speed,
     bytes_text,
+    calibrate_seconds,
     duration_text,
     eval_seconds,
     heal_bytes,
@@ -36,26 +40,32 @@ from hf_posenc.files import write_json, write_text
 from hf_posenc.heal import Recipe, heal
 from hf_posenc.heal.data import PackedRows
 from hf_posenc.model_spec import ModelSpec
-from hf_posenc.plan import PositionPlan
+from hf_posenc.plan import PositionPlan, scheme_label
 from hf_posenc.preview import (
+    CALIBRATION,
+    CALIBRATION_TOKENS,
+    calibration_row_tokens,
     scored_model,
     scored_variants,
     trained_variants,
+    wants_calibration,
 )
-from hf_posenc.runtime.patch import get_plan, patch_model
+from hf_posenc.runtime.patch import patch_model
 from hf_posenc.schemes import as_scheme
-from hf_posenc.show import read_plan
+from hf_posenc.show import choice_text, read_plan
 from hf_posenc.sources import load_pretrained, load_tokenizer
 
 Say = Callable[[str], None]
-_ADOPTED = {"healed", "control"}  # folders of a finished or interrupted `heal`, which checks them
+# What the single commands leave, each of which is checked: a calibration, healing begun or done.
+_ADOPTED = {CALIBRATION, "healed", "control"}
 
 
 def run(recipe: Recipe, out: Path | str, *, say: Say = print) -> RunFolder:
     """Run every stage of a recipe that `out` does not hold yet; returns the finished folder.
 
-    out  recipe.yaml, plan.json, converted/, healed/, control/ (only with ce), eval/<variant>.json,
-         report.html; made by an earlier call of the same recipe, it is gone on with
+    out  recipe.yaml, calibration.json (where the scheme needs one and the recipe has none),
+         plan.json, converted/, healed/, control/ (only with ce), eval/<variant>.json, report.html;
+         made by an earlier call of the same recipe, it is gone on with
     say  takes the lines for the person who waits
     Errors: `PosencError` for anything wrong with the recipe, before anything is written.
     """
@@ -66,15 +76,22 @@ def run(recipe: Recipe, out: Path | str, *, say: Say = print) -> RunFolder:
     tasks = _checked_tasks(recipe, spec, tokenizer)
     if recipe.heal.tokens:
         _check_rows(recipe, tokenizer, spec)
+    unseen = _calibration_rows(recipe, tokenizer) if plan is None else None
 
-    say(f"{recipe.name}: {recipe.model}, {plan.label}, into {out}")
+    label = scheme_label(as_scheme(recipe.scheme).describe())
+    say(f"{recipe.name}: {recipe.model}, {label}, into {out}")
     converted = out / "converted"
     done = (converted / "config.json").is_file()
     model = load_pretrained(str(converted) if done else recipe.model, dtype=recipe.dtype)
-    _estimate(recipe, out, model, tasks, say)
+    _estimate(recipe, out, model, tasks, 0 if unseen is None else unseen.numel(), say)
 
     write_text(out / "recipe.yaml", recipe.to_yaml())
-    _convert(model, tokenizer, recipe, out, done, say)
+    if unseen is not None:
+        plan = _calibrate(model, unseen, recipe, spec, out, say)
+    elif (out / CALIBRATION).is_file():
+        say("calibrate: done before, skipped")
+    assert plan is not None
+    _convert(model, tokenizer, plan, out, done, say)
     del model
     gc.collect()
     for variant in scored_variants(recipe):
@@ -111,15 +128,30 @@ def _check_folder(recipe: Recipe, out: Path) -> None:
         raise PosencError(f"{out}: not empty and not a run folder; choose another --out")
 
 
-def _checked_plan(recipe: Recipe, out: Path) -> tuple[ModelSpec, PositionPlan]:
-    spec, plan = read_plan(recipe.model, as_scheme(recipe.scheme))
-    if (out / "converted" / "config.json").is_file():
-        _, stored = read_plan(str(out / "converted"))
-        if stored != plan:
-            raise PosencError(
-                f"{out / 'converted'}: holds {stored.label} on another base, not what the recipe "
-                "makes; remove it, or choose another --out"
-            )
+def _checked_plan(recipe: Recipe, out: Path) -> tuple[ModelSpec, PositionPlan | None]:
+    """The plan that the recipe makes; None where a calibration has to be made first."""
+    scheme, converted = as_scheme(recipe.scheme), out / "converted"
+    stored = None
+    if (converted / "config.json").is_file():
+        _, stored = read_plan(str(converted))
+    made = wants_calibration(recipe)
+    if made and not (out / CALIBRATION).is_file():
+        spec, _ = read_plan(recipe.model, as_scheme("rope"))  # which a converted model refuses
+        scheme.resolve(spec, Calibration.indifferent(spec))  # is the budget one of this model?
+        plan = stored
+        fits = stored is None or (stored.base, stored.scheme_dict) == (
+            spec.fingerprint,
+            scheme.describe(),
+        )
+    else:
+        calibration = str(out / CALIBRATION) if made else recipe.calibration
+        spec, plan = read_plan(recipe.model, scheme, calibration)
+        fits = stored is None or stored == plan
+    if stored is not None and not fits:
+        raise PosencError(
+            f"{converted}: holds {stored.label} on another base or by another choice, not what the "
+            "recipe makes; remove it, or choose another --out"
+        )
     return spec, plan
 
 
@@ -149,10 +181,19 @@ def _check_rows(recipe: Recipe, tokenizer: Any, spec: ModelSpec) -> None:
     next(iter(PackedRows(recipe.data, tokenizer, seed=recipe.seed)))
 
 
-def _estimate(recipe: Recipe, out: Path, model: Any, tasks: list[PlannedTask], say: Say) -> None:
-    """Say how long the stages that are left take and what they write; refuse a full disk."""
+def _estimate(
+    recipe: Recipe, out: Path, model: Any, tasks: list[PlannedTask], calibrating: int, say: Say
+) -> None:
+    """Say how long the stages that are left take and what they write; refuse a full disk.
+
+    calibrating  tokens that are to be calibrated on
+    """
     speed = measure_speed(model, recipe.data.row_tokens)
     lines, seconds = _timed_stages(recipe, out, tasks, speed)
+    if calibrating:
+        layers = model.config.get_text_config().num_hidden_layers
+        measuring = calibrate_seconds(calibrating, layers, speed)
+        lines, seconds = [f"calibrate {duration_text(measuring)}", *lines], seconds + measuring
     size = 0 if (out / "converted" / "config.json").is_file() else model_bytes(model)
     size += sum(
         heal_bytes(recipe, model)
@@ -186,14 +227,40 @@ def _timed_stages(
     return lines, total
 
 
-def _convert(model: Any, tokenizer: Any, recipe: Recipe, out: Path, done: bool, say: Say) -> None:
+def _calibration_rows(recipe: Recipe, tokenizer: Any) -> Tensor:
+    return calibration_rows(
+        tokenizer,
+        tokens=CALIBRATION_TOKENS,
+        row_tokens=calibration_row_tokens(recipe),
+        sources=_sources(recipe),
+    )
+
+
+def _calibrate(
+    model: Any, rows: Tensor, recipe: Recipe, spec: ModelSpec, out: Path, say: Say
+) -> PositionPlan:
+    say(f"calibrate: {rows.numel():,} tokens")
+    label = f"calibrating {recipe.name}"
+    found = calibrate_watched(model, rows, sources=_sources(recipe), label=label, seed=recipe.seed)
+    # The file has fewer digits; what is chosen by it is what a later call finds again.
+    written = Calibration.load(found.save(out / CALIBRATION))
+    plan = as_scheme(recipe.scheme).build(spec, written)
+    say(str(choice_text(plan)))
+    return plan
+
+
+def _sources(recipe: Recipe) -> tuple[str, ...]:
+    return tuple(source.source for source in recipe.data.sources)
+
+
+def _convert(
+    model: Any, tokenizer: Any, plan: PositionPlan, out: Path, done: bool, say: Say
+) -> None:
     if done:
         say("convert: done before, skipped")
     else:
-        patch_model(model, recipe.scheme)
-        say(f"convert: {get_plan(model).label}, saving {bytes_text(model_bytes(model))}")  # type: ignore[union-attr]
-    plan = get_plan(model)
-    assert plan is not None
+        patch_model(model, plan)
+        say(f"convert: {plan.label}, saving {bytes_text(model_bytes(model))}")
     write_json(out / "plan.json", plan.to_json())
     if not done:
         save_converted(model, tokenizer, out / "converted")

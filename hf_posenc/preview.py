@@ -15,6 +15,10 @@ from hf_posenc.heal import Recipe
 from hf_posenc.schemes import as_scheme
 from hf_posenc.sources.wheels import KNOWN_WHEELS, PREFIX, parse_pypi
 
+CALIBRATION = "calibration.json"  # in the run folder
+CALIBRATION_TOKENS = 4096
+_CALIBRATION_ROW = 512
+
 
 def command_lines(
     recipe: Recipe, out: Path | str, source: str, overrides: Sequence[str] = ()
@@ -25,7 +29,17 @@ def command_lines(
     scheme = as_scheme(recipe.scheme).describe()
     options = [f"--set={key}={_setting(value)}" for key, value in scheme.items() if key != "name"]
     dtype = ["--dtype", recipe.dtype]
-    lines = [["convert", recipe.model, converted, "--scheme", scheme["name"], *options, *dtype]]
+    lines = []
+    calibration = recipe.calibration
+    if wants_calibration(recipe):
+        calibration = str(out / CALIBRATION)
+        texts = [part for source in recipe.data.sources for part in ("--texts", source.source)]
+        size = ["--tokens", str(CALIBRATION_TOKENS)]
+        size += ["--row-tokens", str(calibration_row_tokens(recipe))]
+        seed = ["--seed", str(recipe.seed)]
+        lines.append(["calibrate", recipe.model, calibration, *size, *texts, *dtype, *seed])
+    options += [] if calibration is None else ["--calibration", calibration]
+    lines.append(["convert", recipe.model, converted, "--scheme", scheme["name"], *options, *dtype])
     for variant in trained_variants(recipe):
         base = ["--model", converted] if variant == "healed" else ["--control"]
         sets = [f"--set={override}" for override in overrides]
@@ -46,12 +60,23 @@ def command_lines(
 
 def downloads(recipe: Recipe) -> list[str]:
     """What a run fetches unless it is in a cache, found without a network."""
-    sources = [source.source for source in recipe.data.sources] if recipe.heal.tokens else []
+    reads_texts = recipe.heal.tokens or wants_calibration(recipe)
+    sources = [source.source for source in recipe.data.sources] if reads_texts else []
     if scored_variants(recipe):
         sources.append(ESSAYS)
     lines = [f"{recipe.model}: {_origin(recipe.model, 'config, tokenizer, weights')}"]
     lines += [f"{source}: {_origin(source, 'streamed as it is needed')}" for source in sources]
     return list(dict.fromkeys(lines))
+
+
+def wants_calibration(recipe: Recipe) -> bool:
+    """Whether a run has to make a calibration."""
+    return recipe.calibration is None and as_scheme(recipe.scheme).needs_calibration
+
+
+def calibration_row_tokens(recipe: Recipe) -> int:
+    """Tokens per row of a run's calibration, on the recipe's own training texts."""
+    return min(_CALIBRATION_ROW, recipe.data.row_tokens)
 
 
 def trained_variants(recipe: Recipe) -> list[str]:

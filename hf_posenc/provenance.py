@@ -37,7 +37,7 @@ def collect(*, seed: int | None = None, tokens: int | None = None, **extra: Any)
     """
     record: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.argv[0]).name, *map(_unplaced, sys.argv[1:])]),
+        "command": shlex.join([Path(sys.argv[0]).name, *map(unplaced, sys.argv[1:])]),
         "python": platform.python_version(),
         "versions": _versions(),
         "git": _git(),
@@ -50,8 +50,8 @@ def collect(*, seed: int | None = None, tokens: int | None = None, **extra: Any)
     return record | extra
 
 
-def _unplaced(argument: str) -> str:
-    # An absolute path says where somebody's files lie; its last part says enough.
+def unplaced(argument: str) -> str:
+    """The last part of an absolute path, which would say where somebody's files lie."""
     return Path(argument).name if Path(argument).is_absolute() else argument
 
 

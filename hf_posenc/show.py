@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 _LEAST_THETA = 5000.0
 _LONGEST_CHOICE = 300  # characters
-_BARS = "▁▂▃▄▅▆▇█"
+BARS = "▁▂▃▄▅▆▇█"
 # Dark to light as the wavelength grows: viridis, the map of the PNG.
-_COLOURS = ("#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b")
+COLOURS = ("#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b")
 
 
 _NO_PART = "-"
@@ -81,7 +81,10 @@ def read_plan(
     if stored is not None:
         plan = PositionPlan.from_json(stored["plan"])
         if scheme is not None:
-            raise PosencError(f"{source}: is converted already ({plan.label}); leave out --scheme")
+            raise PosencError(
+                f"{source}: is converted already ({plan.label}); leave out --scheme, or "
+                "give its base"
+            )
         return spec, plan
     if scheme is not None:
         return spec, build_plan(scheme, {}, spec, calibration)
@@ -176,12 +179,12 @@ def plan_heat(plan: PositionPlan) -> Text:
                 text.append("·", style="bright_black")
                 continue
             level = _level(2 * math.pi / value, low, high)
-            text.append(_BARS[level], style=_COLOURS[level])
+            text.append(BARS[level], style=COLOURS[level])
         text.append("\n")
     text.append(" " * margin + "  ")
     if waves:
         text.append(f"{tokens_text(low)} tokens ")
-        for bar, colour in zip(_BARS, _COLOURS, strict=True):
+        for bar, colour in zip(BARS, COLOURS, strict=True):
             text.append(bar, style=colour)
         text.append(f" {tokens_text(high)} tokens per turn   ")
     text.append("· not rotated")
@@ -270,6 +273,6 @@ def _order_text(permutation: tuple[int, ...] | None) -> str:
 
 def _level(wave: float, low: float, high: float) -> int:
     if high == low:
-        return len(_BARS) - 1
+        return len(BARS) - 1
     place = (math.log(wave) - math.log(low)) / (math.log(high) - math.log(low))
-    return min(len(_BARS) - 1, int(place * len(_BARS)))
+    return min(len(BARS) - 1, int(place * len(BARS)))

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+from calibrations import falling
 from tiny_models import VOCAB, tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -14,6 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from hf_posenc.heal import Recipe, load_recipe
+from hf_posenc.model_spec import ModelSpec
 from hf_posenc.runtime.patch import patch_model
 
 
@@ -62,5 +64,6 @@ heal: {{tokens: 256, rows: 2, lr: 1.0e-2, warmup: 0, heldout_rows: 2, save_steps
 
 
 def converted(recipe: Recipe, family: str = "llama", **options: Any) -> Any:
-    """A tiny model of `family` with the recipe's scheme on."""
-    return patch_model(tiny_model(family, **{"attn": "sdpa", **options}), recipe.scheme)
+    """A tiny model of `family` with the recipe's scheme on, chosen by a calibration made by hand."""
+    model = tiny_model(family, **{"attn": "sdpa", **options})
+    return patch_model(model, recipe.scheme, calibration=falling(ModelSpec.from_model(model)))

@@ -63,6 +63,8 @@ SCHEMES: tuple[SchemeRow, ...] = (
     SchemeRow("p_rope", "p_rope", {"p": 0.5}),
     SchemeRow("p_rope-low", "p_rope", {"p": 0.25, "select": "low"}),
     SchemeRow("p_rope-uniform", "p_rope", {"p": 0.5, "select": "uniform"}),
+    SchemeRow("p_rope-pairs", "p_rope", {"select": [0, 2, 5]}),
+    SchemeRow("p_rope-own", "p_rope", {"select": [[0, 1], [3, 5], [], [0, 1, 2, 3]]}),
     SchemeRow("nope", "nope"),
     SchemeRow("nope_interleaved", "nope_interleaved", {"every": 2}),
     SchemeRow("nope_interleaved-offset", "nope_interleaved", {"every": 4, "offset": 0}),

@@ -21,9 +21,9 @@ from hf_posenc.cli.options import parse_lengths, parse_settings
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import texts as evaluation_texts
 from hf_posenc.heal import list_recipes, load_recipe
-from hf_posenc.schemes import list_schemes
+from hf_posenc.schemes import as_scheme, list_schemes
 
-COMMANDS = ("run", "schemes", "show", "convert", "export", "heal", "eval", "report")
+COMMANDS = ("run", "schemes", "show", "calibrate", "convert", "export", "heal", "eval", "report")
 NOPE = ("--scheme", "nope_interleaved", "--set", "every=2")
 
 
@@ -78,7 +78,9 @@ def test_schemes_lists_options_defaults_and_sources(call: Any) -> None:
     table = call("schemes").stdout
     found = json.loads(call("schemes", "--json").stdout)
     assert set(found) == set(list_schemes())
-    assert found["p_rope"]["options"] == {"layers": "all", "p": "0.25", "select": "high"}
+    assert found["p_rope"]["options"] == {
+        **{"layers": "all", "p": "0.25", "select": "high", "per_layer": "False"}
+    }
     for name, about in found.items():
         assert name in table and about["source"] and about["summary"]
     assert "every=4" in table
@@ -174,7 +176,7 @@ def test_convert_takes_a_composition_from_a_file(call: Any, disk: Path, tmp_path
         (("--scheme", "partial", "--set", "fraction=-0.5"), ("fraction=-0.5",)),
         (("--scheme", "partial", "--set", "fraction=0.3125"), ("rotary",)),
         (("--scheme", "nope", "--set", "layers=0-9"), ("layer 9", "layers 0 to 3")),
-        (("--scheme", "nope", "--set", "layers=auto:2"), ("calibration",)),
+        (("--scheme", "nope", "--set", "layers=auto:2"), ("needs a calibration",)),
         (("--scheme", "nope", "--set", "layers"), ("option=value",)),
         (("--scheme", "nope", "--set", "layers=0", "--set", "layers=1"), ("given twice",)),
         (("--scheme", "nope", "--set", "layers={"), ("neither JSON nor YAML",)),
@@ -355,6 +357,8 @@ def test_dry_run_prints_commands_that_parse_and_touches_nothing(
     lines = [line for line in result.stdout.splitlines() if line.startswith("hf-posenc ")]
     loaded = load_recipe(recipe)
     commands = [line.split()[1] for line in lines]
+    if as_scheme(loaded.scheme).needs_calibration:
+        assert commands.pop(0) == "calibrate"
     assert commands[0] == "convert" and ("heal" in commands) == (loaded.heal.tokens > 0)
     assert commands.count("eval") == 2 + commands.count("heal")
     assert lines[-1] == f"hf-posenc report runs/{recipe}"

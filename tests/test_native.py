@@ -31,7 +31,7 @@ from hf_posenc.plan import LayerPlan, PositionPlan
 
 # Layers with tables of more than two kinds, or dropped pairs beside another base.
 NO_TARGET = {(f, "dual") for f in ("llama", "mistral", "qwen2")} | {
-    (f, "compose") for f in FAMILIES
+    (f, row) for f in FAMILIES for row in ("compose", "p_rope-own")
 }
 REORDERING = ("glm4_moe", "ernie4_5", "glm", "phi3")
 PARTIAL_FAMILIES = ("phi3", "glm", "glm4_moe")

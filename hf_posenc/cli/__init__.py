@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_posenc.cli import plans, work  # noqa: F401  their commands register with `app`
+from hf_posenc.cli import calibrating, plans, work  # noqa: F401  they register with `app`
 from hf_posenc.cli.group import app
 
 __all__ = ["app", "main"]
