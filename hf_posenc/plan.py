@@ -99,6 +99,8 @@ class LayerPlan:
     window        which earlier tokens the layer sees; None leaves the family's own mask
     logit_scale   factor on the scores (on q), or None
     bias          what is added to the scores, or None
+    gained        q_proj carries gains for the pairs that lost their rotation; the base's own rows
+                  are kept beside it (`runtime/gains.py`)
     """
 
     inv_freq: tuple[float, ...]
@@ -108,6 +110,7 @@ class LayerPlan:
     window: Window | None = None
     logit_scale: LogitScale | None = None
     bias: Bias | None = None
+    gained: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inv_freq", _frequencies(self.inv_freq, "LayerPlan.inv_freq"))
@@ -303,11 +306,14 @@ def _layer_to_json(layer: LayerPlan) -> dict[str, Any]:
     for name in _PARTS:
         if (part := getattr(layer, name)) is not None:
             result[name] = part_to_json(part)
+    if layer.gained:
+        result["gained"] = True
     return result
 
 
 def _layer_from_json(value: Mapping[str, Any]) -> LayerPlan:
-    known = {"inv_freq", "rope_scale", "long_factors", "dynamic_ntk", "permutation", *_PARTS}
+    known = {"inv_freq", "rope_scale", "long_factors", "dynamic_ntk", "permutation", "gained"}
+    known |= set(_PARTS)
     if unknown := set(value) - known:
         raise PosencError(
             f"plan carries {sorted(unknown)[0]!r}, which this version of hf_posenc does not know; "
@@ -326,5 +332,6 @@ def _layer_from_json(value: Mapping[str, Any]) -> LayerPlan:
         rope_scale=value["rope_scale"],
         stretch=stretch,
         permutation=None if order is None else tuple(order),
+        gained=value.get("gained", False) is True,
         **{name: part_from_json(value[name]) for name in _PARTS if name in value},
     )

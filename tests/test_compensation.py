@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from test_calibrate import lively, logits, tokens
+from transformers import AutoModelForCausalLM
 
-from hf_posenc import ModelSpec, PosencError, make_scheme, patch_model
-from hf_posenc.calibrate.compensation import fold_gains, query_gains
+from hf_posenc import (
+    ModelSpec,
+    PosencError,
+    get_plan,
+    load_model,
+    make_scheme,
+    patch_model,
+    unpatch_model,
+    unpatched,
+)
+from hf_posenc.calibrate.compensation import compensate, fold_gains, query_gains
+from hf_posenc.checkpoint.native import export_native
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
@@ -65,10 +79,92 @@ def test_a_pair_that_hardly_turns_needs_no_gain() -> None:
         assert (gain[:, -1] - 1).abs().max() < 0.02
 
 
-def test_a_norm_after_q_proj_is_refused() -> None:
-    model: Any = lively("qwen3")
+def compensated(family: str, scheme: dict[str, Any]) -> Any:
+    model: Any = patch_model(lively(family), scheme)
+    return compensate(model, tokens(model, rows=8, length=32))
+
+
+SOME = {"name": "nope_interleaved", "every": 2}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
+def test_the_base_is_still_there_bit_for_bit(family: str) -> None:
+    stock: Any = lively(family)
+    rows = tokens(stock)
+    wanted = logits(stock, rows)
+    model = compensated(family, SOME)
+    converted = logits(model, rows)
+    plain = patch_model(lively(family), SOME)
+    assert not torch.equal(converted, logits(plain, rows)), "the gains must do something"
+    with unpatched(model):
+        assert torch.equal(logits(model, rows), wanted)
+    assert torch.equal(logits(model, rows), converted)
+    twin = copy.deepcopy(model)
+    unpatch_model(model)
+    assert torch.equal(logits(model, rows), wanted)
+    _check_equal_weights(model, lively(family))
+    assert torch.equal(logits(twin, rows), converted)
+
+
+def test_a_checkpoint_carries_gains_and_base(tmp_path: Path) -> None:
+    """Weights are equal bit for bit; where they lie in memory moves a product by its last bits."""
+    model = compensated("qwen2", SOME)
+    rows = tokens(model)
+    model.save_pretrained(tmp_path / "converted")
+    loaded = load_model(tmp_path / "converted")
+    assert get_plan(loaded) == get_plan(model)
+    _check_equal_weights(loaded, model)
+    torch.testing.assert_close(logits(loaded, rows), logits(model, rows), atol=1e-4, rtol=0)
+    unpatch_model(loaded)
+    _check_equal_weights(loaded, lively("qwen2"))
+
+
+def _check_equal_weights(model: Any, other: Any) -> None:
+    mine, theirs = model.state_dict(), other.state_dict()
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
+
+
+def test_an_adapter_learns_on_the_gains_and_its_teacher_has_none() -> None:
+    model = compensated("llama", SOME)
+    rows = tokens(model)
+    with unpatched(model):
+        stock = logits(model, rows)
+    converted = logits(model, rows)
+    lora = LoraConfig(r=2, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM")
+    healing: Any = get_peft_model(model, lora)
+    assert torch.equal(logits(healing, rows), converted)
+    with unpatched(healing), healing.disable_adapter():
+        assert torch.equal(logits(healing, rows), stock)
+    healing(input_ids=rows, labels=rows).loss.backward()
+    trained = [name for name, weight in healing.named_parameters() if weight.grad is not None]
+    assert trained and all("lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize("scheme", [SOME, {"name": "p_rope", "p": 0.5}], ids=str)
+def test_an_export_has_the_gains_in_its_weights(scheme: dict[str, Any], tmp_path: Path) -> None:
+    model = compensated("llama", scheme)
+    rows = tokens(model)
+    export_native(model, tmp_path / "native")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "native")
+    assert not hasattr(stock.config, "posenc")
+    torch.testing.assert_close(logits(stock.eval(), rows), logits(model, rows), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: lively("llama"), "not patched"),
+        (lambda: patch_model(lively("llama"), "rope"), "drops no pair"),
+        (lambda: patch_model(lively("llama"), "partial", pairs="raw"), "re-orders features"),
+        (lambda: patch_model(lively("qwen3"), "nope"), "norms q per head"),
+        (lambda: compensated("llama", SOME), "compensated already"),
+    ],
+)
+def test_bad_input_is_one_clear_line(make: Any, message: str) -> None:
+    model = make()
     before = logits(model, tokens(model))
-    gain = torch.full((4, 12), 2.0, dtype=torch.complex64)
-    with pytest.raises(PosencError, match="normed per head"):
-        fold_gains(model, {0: gain})
+    with pytest.raises(PosencError, match=message) as error:
+        compensate(model, tokens(model))
+    assert "\n" not in str(error.value)
     assert torch.equal(logits(model, tokens(model)), before)

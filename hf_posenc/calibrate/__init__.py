@@ -1,6 +1,7 @@
 """Which layers and pairs miss their rotation least: measuring it, and choosing by it."""
 
 from hf_posenc.calibrate.calibration import STATISTICS, Calibration
+from hf_posenc.calibrate.compensation import compensate
 from hf_posenc.calibrate.measure import calibrate
 from hf_posenc.calibrate.search import SearchResult, plan_search
 from hf_posenc.calibrate.text import calibration_rows
@@ -11,5 +12,6 @@ __all__ = [
     "SearchResult",
     "calibrate",
     "calibration_rows",
+    "compensate",
     "plan_search",
 ]

@@ -10,6 +10,7 @@ see.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from hf_posenc.errors import PosencError
 from hf_posenc.model_spec import ModelSpec
 from hf_posenc.plan import PositionPlan
 from hf_posenc.runtime import families
-from hf_posenc.runtime.weights import check_named_projections
+from hf_posenc.runtime.gains import check_gains, query_projection
+from hf_posenc.runtime.patch import base_of, get_plan, patch_model, unpatch_model
 
 QUERIES = 64  # per row
 RIDGE = 1e-2
@@ -30,6 +32,56 @@ RIDGE = 1e-2
 EVEN = 0.5
 
 Gain = Tensor  # complex [H, F]; 1 where nothing is gained
+
+
+def compensate(model: Any, rows: Tensor, *, seed: int = 0) -> Any:
+    """Fold gains into the queries of a patched model, in place, for the pairs its plan dropped.
+
+    rows  token ids [N, T], a few thousand tokens in all, held at once (`calibration_rows`)
+    The model runs no slower. It keeps the base's own q_proj rows of the layers that change, also
+    in its checkpoint: `unpatch_model` and `unpatched` give back the bitwise original.
+    Errors: `PosencError` before anything changes: a model that is not patched, whose plan drops no
+    pair or re-orders features, that is compensated already, carries an adapter, or norms queries
+    per head after q_proj, which undoes a gain.
+    """
+    plan = get_plan(model)
+    if plan is None:
+        raise PosencError(f"{type(model).__name__} is not patched; call patch_model first")
+    spec = ModelSpec.from_model(model)
+    losing = [i for i, mask in enumerate(_lost(spec, plan)) if any(mask)]
+    _check_compensable(model, plan, losing)
+    layers = tuple(replace(k, gained=i in losing) for i, k in enumerate(plan.layers))
+    marked = replace(plan, layers=layers)
+    check_gains(families.attentions_of(families.decoder_of(model)), marked)
+    unpatch_model(model)
+    gains: dict[int, Gain] = {}
+    try:
+        gains = query_gains(model, rows, plan, seed=seed)
+    finally:
+        patch_model(model, marked if gains else plan)
+    fold_gains(model, gains)
+    return model
+
+
+def _check_compensable(model: Any, plan: PositionPlan, losing: list[int]) -> None:
+    if base_of(model) is not model:
+        raise PosencError("the model carries an adapter; compensate first, attach it afterwards")
+    if any(layer.gained for layer in plan.layers):
+        raise PosencError(f"{plan.label} is compensated already")
+    if plan.permuted:
+        raise PosencError(
+            f"{plan.label} re-orders features in memory; compensation is for plans that do not"
+        )
+    if not losing:
+        raise PosencError(f"{plan.label} drops no pair, so there is nothing to compensate")
+
+
+def _lost(spec: ModelSpec, plan: PositionPlan) -> list[list[bool]]:
+    """Per layer, which pairs turn in the checkpoint and not under the plan."""
+    return [
+        [a != 0 and b == 0 for a, b in zip(own.inv_freq, new.inv_freq, strict=True)]
+        for own, new in zip(spec.layers, plan.layers, strict=True)
+    ]
 
 
 @torch.no_grad()
@@ -50,14 +102,14 @@ def query_gains(
     spec = ModelSpec.from_model(model)
     chosen = torch.randperm(rows.shape[1], generator=torch.Generator().manual_seed(seed))
     queries = chosen[:QUERIES].sort().values
+    losing = [torch.tensor(mask) for mask in _lost(spec, plan)]
     gains: dict[int, Gain] = {}
 
     def attend(seen: Seen) -> Tensor:
-        own, new = spec.layers[seen.layer].inv_freq, plan.layers[seen.layer].inv_freq
-        lost = torch.tensor([a != 0 and b == 0 for a, b in zip(own, new, strict=True)])
+        lost = losing[seen.layer].to(seen.query.device)
         query, key = seen.query, seen.key
         if lost.any():
-            gain = gains[seen.layer] = _fitted(seen, lost, queries, ridge)
+            gain = gains[seen.layer] = _fitted(seen, lost, queries.to(lost.device), ridge)
             mask = seen.features.spread(lost.float(), query, 0.0).bool()
             query = torch.where(mask, turned(seen.still_query, gain, seen), query)
             key = torch.where(mask, seen.still_key, key)
@@ -72,7 +124,8 @@ def query_gains(
         )
 
     with probing(model, attend):
-        model(input_ids=rows, use_cache=False, logits_to_keep=1)
+        device = model.get_input_embeddings().weight.device
+        model(input_ids=rows.to(device), use_cache=False, logits_to_keep=1)
     return gains
 
 
@@ -89,7 +142,7 @@ def turned(query: Tensor, gain: Gain, seen: Seen) -> Tensor:
 def _fitted(seen: Seen, lost: Tensor, queries: Tensor, ridge: float) -> Gain:
     heads, groups = seen.query.shape[1], seen.key.shape[1]
     visible = causal(seen, queries)
-    result = torch.ones(heads, seen.features.count, dtype=torch.complex64)
+    result = torch.ones(heads, seen.features.count, dtype=torch.complex64, device=lost.device)
     for head in range(heads):
         group = slice(head * groups // heads, head * groups // heads + 1)
         one = slice(head, head + 1)
@@ -108,7 +161,7 @@ def _fitted(seen: Seen, lost: Tensor, queries: Tensor, ridge: float) -> Gain:
         left = (root * parts).flatten(0, -2).double()
         right = (root * missing).flatten(0, -2).double()
         normal = left.T @ left
-        normal += ridge * normal.diagonal().mean() * torch.eye(len(normal), dtype=torch.float64)
+        normal.diagonal().add_(ridge * normal.diagonal().mean())
         change = torch.linalg.solve(normal, left.T @ right)[:, 0].float()
         count = int(lost.sum())
         result[head, lost] = torch.complex(1 + change[:count], change[count:])
@@ -138,30 +191,22 @@ def _rotated(seen: Seen, lost: Tensor, head: slice, group: slice, queries: Tenso
 def fold_gains(model: Any, gains: Mapping[int, Gain]) -> None:
     """Multiply the rows of q_proj (and its bias) by the gains, in place, on a live model.
 
-    Errors: `PosencError` where q has no matrix of its own, or is normed after it (Qwen3): a norm
-    per head undoes a gain.
+    See `compensate` for where that may be done.
     """
     attentions = families.attentions_of(families.decoder_of(model))
     spec = ModelSpec.from_model(model)
     features = PairFeatures.of(model.config, spec)
     places = torch.arange(spec.head_dim)
     first, second = places[features.first], places[features.second]
-    for layer in gains:
-        attention: Any = attentions[layer]
-        check_named_projections([attention], "folding gains into q_proj")
-        if getattr(attention, "q_norm", None) is not None:
-            raise PosencError(
-                f"{spec.family}: q is normed per head after q_proj, which undoes a gain there"
-            )
     for layer, gain in gains.items():
-        attention = attentions[layer]
-        for parameter in attention.q_proj.parameters():
+        for parameter in query_projection(attentions[layer]).parameters():
             parameter.copy_(_folded(parameter, gain, first, second))
 
 
 def _folded(weight: Tensor, gain: Gain, first: Tensor, second: Tensor) -> Tensor:
     """Rows [H * D, ...] multiplied by the gain; `first`, `second` [F] index the pairs in a head."""
     rows = weight.detach().clone().unflatten(0, (gain.shape[0], -1))
+    gain = gain.to(weight.device)
     shape = (*gain.shape, *([1] * (rows.ndim - 2)))
     real, imag = gain.real.reshape(shape), gain.imag.reshape(shape)
     one, two = rows[:, first].float(), rows[:, second].float()

@@ -16,6 +16,7 @@ from hf_posenc.plan import LayerPlan, PositionPlan
 from hf_posenc.runtime import families, scores
 from hf_posenc.runtime.bias import BIAS, HEAD_SCALE, PosencHeadScale, make_bias_module
 from hf_posenc.runtime.embedding import TABLE, AddPositions, PosencPositions
+from hf_posenc.runtime.gains import STOCK_QUERY, attach_stock_queries, check_gains
 from hf_posenc.runtime.rotary import PickTable, PosencRotaryEmbedding
 from hf_posenc.runtime.weights import check_named_projections, check_permutable
 
@@ -88,6 +89,7 @@ def check_fit(model: Any, plan: PositionPlan, spec: ModelSpec) -> None:
             f"{spec.family} stores q and k under other names than in memory; schemes that store "
             "features interleaved are not supported on it"
         )
+    check_gains(attentions, plan)
     shared = {k.bias for k in plan.layers if isinstance(k.bias, T5Bias) and k.bias.shared}
     if len(shared) > 1:
         raise PosencError(
@@ -127,6 +129,7 @@ def install(model: Any, plan: PositionPlan, spec: ModelSpec, *, loaded: bool = F
         installed.remove.append(handle.remove)
     rotary.installation = installed
     decoder.rotary_emb = rotary
+    attach_stock_queries(attentions, plan)
     _install_scores(decoder, attentions, installed, rotary.switch)
     _install_embedding(decoder, installed, rotary.switch)
     keep_scores(model)
@@ -185,7 +188,7 @@ def uninstall(model: Any) -> Installation:
     for remove in installed.remove:
         remove()
     for module in list(decoder.modules()):
-        for name in (BIAS, HEAD_SCALE, TABLE):
+        for name in (BIAS, HEAD_SCALE, TABLE, STOCK_QUERY):
             if name in module._modules:
                 delattr(module, name)
     name = model.config._attn_implementation

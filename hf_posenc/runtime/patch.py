@@ -13,6 +13,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.model_spec import ModelSpec
 from hf_posenc.plan import PositionPlan
 from hf_posenc.runtime import auto, families
+from hf_posenc.runtime.gains import exchange_queries
 from hf_posenc.runtime.install import (
     Installation,
     check_plan,
@@ -76,6 +77,7 @@ def unpatch_model(model: Model) -> Model:
         _check_unwrapped(base, found)
         attentions = families.attentions_of(families.decoder_of(base))
         permute_model(attentions, found.plan, undo=True)
+        exchange_queries(attentions, found.plan)
     installed = uninstall(base)
     auto.reorder_on_save(base, False)
     base.__class__ = families.causal_lm_class(installed.spec.family)
@@ -88,8 +90,9 @@ def unpatched(model: nn.Module) -> Iterator[None]:
     """Run the model with its own positional encoding inside the block, without re-installing.
 
     Made for the teacher of every training step: a flag, plus moving q/k rows back and forth where
-    the plan re-pairs features (there, run the teacher before the student: weights that move between
-    a forward and its backward are an error of autograd). A model that is not patched runs as it is.
+    the plan re-pairs features, and exchanging q_proj where it carries gains (there, run the teacher
+    before the student: weights that move between a forward and its backward are an error of
+    autograd). A model that is not patched runs as it is.
     Errors: `PosencError` when rows would have to move and cannot (offloaded or sharded).
     """
     installed = installation_of(model)
@@ -105,11 +108,13 @@ def unpatched(model: nn.Module) -> Iterator[None]:
     if installed.plan.permuted:
         _check_unwrapped(base_of(model), installed)
     permute_model(attentions, installed.plan, undo=True)
+    exchange_queries(attentions, installed.plan)
     switch.active = False
     try:
         yield
     finally:
         switch.active = True
+        exchange_queries(attentions, installed.plan)
         permute_model(attentions, installed.plan)
 
 

@@ -21,8 +21,8 @@ from hf_posenc.plan import LayerPlan, PositionPlan
 Weights = dict[str, torch.Tensor]
 Order = tuple[int, ...]
 
-_KNOWN_LAYER_FIELDS = {"inv_freq", "rope_scale", "stretch", "permutation", "window"}
-_KNOWN_PLAN_FIELDS = {"layers", "base", "pairing", "scheme"}
+_KNOWN_LAYER_FIELDS = {"inv_freq", "rope_scale", "stretch", "permutation", "window", "gained"}
+_KNOWN_PLAN_FIELDS = {"layers", "base", "pairing", "scheme", "chosen"}
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Case:
 
     @cached_property
     def layers(self) -> tuple[LayerPlan, ...]:
-        """The plan's tables alone: no feature orders or windows, negligible frequencies as 0."""
+        """The plan's tables alone: what is in the weights left out, negligible frequencies as 0."""
         return tuple(
-            normalised(dataclasses.replace(layer, permutation=None, window=None))
+            normalised(dataclasses.replace(layer, permutation=None, window=None, gained=False))
             for layer in self.plan.layers
         )
 

@@ -12,6 +12,7 @@ import torch
 from hf_posenc.checkpoint.native.case import Case
 from hf_posenc.errors import PosencError
 from hf_posenc.runtime import families
+from hf_posenc.runtime.gains import STOCK_QUERY
 from hf_posenc.runtime.install import installation_of
 from hf_posenc.runtime.patch import base_of
 
@@ -87,7 +88,9 @@ def _base_weights(model: Any) -> dict[str, torch.Tensor]:
     return {
         name.replace(".base_layer.", ".").replace(".original_module.", "."): value
         for name, value in model.state_dict().items()
-        if ".lora_" not in name and ".modules_to_save." not in name
+        if ".lora_" not in name
+        and ".modules_to_save." not in name
+        and f".{STOCK_QUERY}." not in name
     }
 
 
