@@ -1,8 +1,7 @@
-"""A first objective before the main one, and records and recipes from before there was any."""
+"""A first objective before the main one."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -93,30 +92,3 @@ def test_an_objective_computes_only_what_its_weights_need(monkeypatch: pytest.Mo
     monkeypatch.setattr(Objective, "_logits", None)
     assert hidden(healing, batch) > 0
     assert outputs == [0, 4, 4]  # and no vocabulary
-
-
-def test_recipes_without_the_options_are_told_apart_as_before(tmp_path: Path) -> None:
-    written = tiny_recipe(tmp_path).model_dump(mode="json")
-    assert not {"first", "gentle"} & written["heal"].keys()
-    assert "full" not in written["lora"]
-    options = ("heal.first={objective: ce}", "heal.gentle={by: layers}", "lora.full=true")
-    recipes = [tiny_recipe(tmp_path), *(tiny_recipe(tmp_path, option) for option in options)]
-    assert len({recipe.digest for recipe in recipes}) == 4
-    for recipe in recipes:
-        path = tmp_path / "again.yaml"
-        path.write_text(recipe.to_yaml())
-        assert hf_posenc.heal.load_recipe(path) == recipe
-
-
-def test_records_from_before_the_options_are_read(tmp_path: Path) -> None:
-    record = _heal(tiny_recipe(tmp_path, "heal.heldout_rows=0"), tmp_path / "out")
-    path = tmp_path / "out" / "heal.json"
-    content = json.loads(path.read_text())
-    for name in ("first", "gentle", "full"):
-        del content[name]
-    path.write_text(json.dumps(content))
-    assert HealRecord.read(path) == record
-    del content["objective"]
-    path.write_text(json.dumps(content))
-    with pytest.raises(PosencError, match="not a healing record"):
-        HealRecord.read(path)

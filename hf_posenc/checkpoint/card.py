@@ -168,15 +168,24 @@ def _healing_text(healing: Mapping[str, Any] | None) -> str:
             "None. The weights are the base's; where the plan asks for it, q/k rows are re-ordered."
         )
     objective = healing.get("objective")
-    terms = objective.items() if isinstance(objective, Mapping) else [(str(objective), 1.0)]
+    first, gentle = healing.get("first"), healing.get("gentle")
     facts = {
         "tokens": f"{healing['tokens']:,}",
-        "objective": ", ".join(f"{kind} x {weight:g}" for kind, weight in terms),
+        "first objective": first
+        and f"{_terms(first['objective'])}, {first['share']:.0%} of the steps",
+        "objective": _terms(objective),
+        "plan": gentle and f"in by {gentle['by']}, over {gentle['share']:.0%} of the steps",
+        "trained": "whole modules" if healing.get("full") else None,
         "steps": healing.get("steps"),
         "trainable parameters": healing.get("trainable_parameters"),
         "seed": healing.get("seed"),
     }
     return "\n".join(f"- {key}: {value}" for key, value in facts.items() if value is not None)
+
+
+def _terms(objective: Any) -> str:
+    terms = objective.items() if isinstance(objective, Mapping) else [(str(objective), 1.0)]
+    return ", ".join(f"{kind} x {weight:g}" for kind, weight in terms)
 
 
 def _score_table(scores: Sequence[Mapping[str, Any]] | None) -> str:

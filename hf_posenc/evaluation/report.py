@@ -121,6 +121,10 @@ def _facts(run: RunFolder, heal: Mapping[str, Any] | None) -> Iterator[tuple[str
     if heal:
         yield "objective", _objective_text(run)
         yield "healing", f"{tokens_text(heal['tokens'])} tokens, {heal['seconds'] / 60:.1f} min"
+        if gentle := run.healing_option("gentle"):
+            yield "plan", f"in by {gentle['by']} over the first {gentle['share']:.0%} of the steps"
+        if heal.get("full"):
+            yield "trained", "whole modules, not LoRA"
     machines = [record.provenance for record in run.evals.values()]
     machines += [record.get("provenance", {}) for record in run.heals.values()]
     if machines:
@@ -131,14 +135,21 @@ def _facts(run: RunFolder, heal: Mapping[str, Any] | None) -> Iterator[tuple[str
 
 
 def _objective_text(run: RunFolder) -> str:
+    if not run.objective:
+        return "not healed"
+    main, first = _weights_text(run.objective), run.healing_option("first")
+    if first is None:
+        return main
+    begin = _weights_text(first["objective"])
+    return f"{begin} for the first {first['share']:.0%} of the steps, then {main}"
+
+
+def _weights_text(weights: Mapping[str, float]) -> str:
     names = {
         "kl": "KL divergence from the unconverted model",
         "ce": "cross-entropy",
         "hidden": "distance of layer outputs",
     }
-    weights = run.objective
-    if not weights:
-        return "not healed"
     if len(weights) == 1:
         return names.get(next(iter(weights)), next(iter(weights)))
     return " + ".join(f"{value:g} × {names.get(key, key)}" for key, value in weights.items())
@@ -212,8 +223,9 @@ def _healing_figure(run: RunFolder, index: int) -> Markup | None:
     ]
     if not logs:
         return None
-    unit = "KL (nats per token)" if list(run.objective) == ["kl"] else "training loss"
-    unit = "loss (nats per token)" if list(run.objective) == ["ce"] else unit
+    objective = [] if run.healing_option("first") else list(run.objective)
+    unit = "KL (nats per token)" if objective == ["kl"] else "training loss"
+    unit = "loss (nats per token)" if objective == ["ce"] else unit
     figure = figures.healing_curve(logs, objective=unit)
     return _svg(figure, f"healing{index}", "Training loss against healing tokens")
 

@@ -68,6 +68,11 @@ class RunFolder:
         weights = weights if isinstance(weights, Mapping) else {weights: 1.0}
         return {str(key): float(value) for key, value in weights.items() if value}
 
+    def healing_option(self, name: str) -> dict[str, Any] | None:
+        """What the healed model's record holds as "first" or "gentle"; None when it had none."""
+        option = self.heals.get("healed", {}).get(name)
+        return option if isinstance(option, dict) else None
+
     @property
     def control(self) -> str:
         """The variant a healed model is measured against.
