@@ -130,7 +130,8 @@ def _distances(q_index: torch.Tensor, kv_index: torch.Tensor) -> torch.Tensor:
 
 def _spread(values: torch.Tensor, keys: int) -> torch.Tensor:
     """The slab [1, H, c, s] of values [H, c + s - 1] that lie as `_distances`; s = `keys`."""
-    return values.unfold(-1, keys, 1).flip(-2)[None]
+    starts = torch.arange(values.shape[-1] - keys, -1, -1, device=values.device)
+    return values.contiguous().unfold(-1, keys, 1).index_select(-2, starts)[None]
 
 
 def t5_bucket(distance: torch.Tensor, buckets: int, max_distance: int) -> torch.Tensor:

@@ -216,8 +216,11 @@ def _block(
         given = _fitted(mask, work)[:, :, rows, columns]
         allowed = allowed & (given if given.dtype == torch.bool else given == 0)
     bias = work.slab(rows, columns, query.dtype)
-    options = kw if bias is None else {**kw, "position_bias": bias}
-    options = {**options, "is_causal": False}
+    options = {**kw, "is_causal": False}
+    if bias is not None:
+        # A mask to add costs less than one to choose by; at half the least value no bias overflows.
+        options["position_bias"] = bias
+        allowed = torch.where(allowed, 0.0, torch.finfo(bias.dtype).min / 2).to(bias.dtype)
     keys, values = key[:, :, columns], value[:, :, columns]
     return stock(module, query[:, :, rows], keys, values, allowed, **options)
 
