@@ -22,8 +22,8 @@ import numpy as np
 from heal_grid import TEXTS, losses
 
 from hf_posenc import ModelSpec, PositionPlan, patch_model, unpatch_model
-from hf_posenc.calibrate import Calibration, calibrate, calibration_rows
-from hf_posenc.calibrate.ablation import without_pairs
+from hf_posenc.calibration import Calibration, calibrate, calibration_rows
+from hf_posenc.calibration.ablation import without_pairs
 from hf_posenc.files import read_json, write_json
 from hf_posenc.heal.trainer import peak_memory_bytes
 from hf_posenc.provenance import collect

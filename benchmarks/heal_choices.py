@@ -29,8 +29,8 @@ from calibration import RESULTS, calibration
 from heal_grid import TEXTS, losses
 
 from hf_posenc import get_plan, patch_model, unpatch_model
-from hf_posenc.calibrate import Calibration, calibration_rows
-from hf_posenc.calibrate.compensation import fold_gains, query_gains
+from hf_posenc.calibration import Calibration, calibration_rows
+from hf_posenc.calibration.compensation import fold_gains, query_gains
 from hf_posenc.files import write_json
 from hf_posenc.heal import heal, load_recipe
 from hf_posenc.heal.objective import Objective

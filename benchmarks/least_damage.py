@@ -5,7 +5,7 @@
 No healing. Loss in nats per token over six windows of 1024 tokens of each held-out text (essays,
 Python reference). Choices by calibration use eval/results/smollm2_calibration.json
 (benchmarks/calibration.py); "compensated" rows fold gains into the queries
-(hf_posenc/calibrate/compensation.py). Finished rows are kept; results in
+(hf_posenc/calibration/compensation.py). Finished rows are kept; results in
 eval/results/smollm2_zero_shot.json.
 """
 
@@ -22,8 +22,8 @@ from heal_grid import TEXTS, losses
 from torch import Tensor
 
 from hf_posenc import ModelSpec, PositionPlan, make_scheme, patch_model, unpatch_model
-from hf_posenc.calibrate import calibration_rows
-from hf_posenc.calibrate.compensation import fold_gains, query_gains
+from hf_posenc.calibration import calibration_rows
+from hf_posenc.calibration.compensation import fold_gains, query_gains
 from hf_posenc.files import read_json, write_json
 from hf_posenc.provenance import collect
 from hf_posenc.sources import held_out_windows

@@ -4,7 +4,7 @@ Importing the package registers the `posenc_<family>` model types with transform
 else; no class or function of transformers is changed.
 """
 
-from hf_posenc.calibrate import Calibration, calibrate
+from hf_posenc.calibration import Calibration, calibrate
 from hf_posenc.checkpoint.adapter import load_adapter, save_adapter
 from hf_posenc.checkpoint.io import load_model
 from hf_posenc.checkpoint.stream import convert_checkpoint

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_posenc.calibrate.measure import ABLATION_TOKENS
+from hf_posenc.calibration.measure import ABLATION_TOKENS
 from hf_posenc.evaluation.suites import PlannedTask
 from hf_posenc.evaluation.tasks import PROBES
 from hf_posenc.heal.config import Recipe

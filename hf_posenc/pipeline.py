@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 from torch import Tensor
 
-from hf_posenc.calibrate import Calibration, calibration_rows
-from hf_posenc.calibrate.watched import calibrate_watched
+from hf_posenc.calibration import Calibration, calibration_rows
+from hf_posenc.calibration.watched import calibrate_watched
 from hf_posenc.checkpoint.io import load_model, save_converted
 from hf_posenc.errors import PosencError
 from hf_posenc.estimate import (

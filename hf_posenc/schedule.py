@@ -124,7 +124,7 @@ def _period(text: str) -> int:
 
 
 def _auto(text: str) -> Auto:
-    from hf_posenc.calibrate.calibration import STATISTICS  # which imports what plans are built on
+    from hf_posenc.calibration.record import STATISTICS  # which imports what plans are built on
 
     match = _AUTO.fullmatch(text)
     if match is None or int(match[1]) < 1:

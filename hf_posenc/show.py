@@ -25,7 +25,7 @@ from hf_posenc.schemes import Scheme
 from hf_posenc.sources import resolve_model
 
 if TYPE_CHECKING:
-    from hf_posenc.calibrate.calibration import Calibration
+    from hf_posenc.calibration.record import Calibration
 
 _LEAST_THETA = 5000.0
 _LONGEST_CHOICE = 300  # characters

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_posenc.calibrate import STATISTICS, Calibration
-from hf_posenc.calibrate.calibration import PAIR_PREFERENCE
+from hf_posenc.calibration import STATISTICS, Calibration
+from hf_posenc.calibration.record import PAIR_PREFERENCE
 from hf_posenc.model_spec import ModelSpec
 
 

@@ -64,6 +64,6 @@ heal: {{tokens: 256, rows: 2, lr: 1.0e-2, warmup: 0, heldout_rows: 2, save_steps
 
 
 def converted(recipe: Recipe, family: str = "llama", **options: Any) -> Any:
-    """A tiny model of `family` with the recipe's scheme on, chosen by a calibration made by hand."""
+    """A tiny model of `family` under the recipe's scheme, calibrated by hand."""
     model = tiny_model(family, **{"attn": "sdpa", **options})
     return patch_model(model, recipe.scheme, calibration=falling(ModelSpec.from_model(model)))

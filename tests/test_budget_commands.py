@@ -15,7 +15,7 @@ from tiny_runs import save_model, save_recipe, save_texts
 from typer.testing import CliRunner
 
 from hf_posenc import Calibration, PosencError, get_plan, load_model, pipeline
-from hf_posenc.calibrate import tables, watched
+from hf_posenc.calibration import tables, watched
 from hf_posenc.cli import app
 from hf_posenc.heal import heal, load_recipe
 from hf_posenc.preview import downloads

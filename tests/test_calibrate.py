@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_posenc import ModelSpec, PosencError, patch_model, unpatch_model
-from hf_posenc.calibrate import Calibration, calibrate, plan_search
-from hf_posenc.calibrate.gradients import Gates
-from hf_posenc.calibrate.probe import Seen, probing
+from hf_posenc.calibration import Calibration, calibrate, plan_search
+from hf_posenc.calibration.gradients import Gates
+from hf_posenc.calibration.probe import Seen, probing
 
 # Families by what differs between them: plain, q/k norm, sliding window, neighbours as pairs.
 FAMILIES = ("llama", "qwen3", "mistral", "cohere", "glm")

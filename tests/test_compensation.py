@@ -22,7 +22,7 @@ from hf_posenc import (
     unpatch_model,
     unpatched,
 )
-from hf_posenc.calibrate.compensation import compensate, fold_gains, query_gains
+from hf_posenc.calibration.compensation import compensate, fold_gains, query_gains
 from hf_posenc.checkpoint.native import export_native
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hf_posenc.heal import losses
+from hf_posenc import losses
 
 N, V, D = 23, 61, 12
 

@@ -13,12 +13,12 @@ from tiny_models import difference, tiny_model, tokens
 from torch import nn
 from torch.nn import functional
 
+from hf_posenc import losses
 from hf_posenc.errors import PosencError
-from hf_posenc.heal import losses
+from hf_posenc.head import checked_head
 from hf_posenc.heal.adapter import attach_adapter, parameter_groups, settle_adapter
 from hf_posenc.heal.config import LoraSection
 from hf_posenc.heal.data import Row, collate, make_row
-from hf_posenc.heal.head import checked_head
 from hf_posenc.heal.objective import Objective, as_teacher, predicted
 from hf_posenc.runtime.patch import patch_model, unpatch_model
 

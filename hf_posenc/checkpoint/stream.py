@@ -48,7 +48,7 @@ from hf_posenc.sources import resolve_model
 from hf_posenc.sources.progress import note
 
 if TYPE_CHECKING:
-    from hf_posenc.calibrate.calibration import Calibration
+    from hf_posenc.calibration.record import Calibration
 
 _FORMAT = 1  # of what this module writes; a folder half-written by another version is begun anew
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from hf_posenc.calibrate.calibration import STATISTICS
-from hf_posenc.calibrate.text import DEFAULT_SOURCES
+from hf_posenc.calibration.record import STATISTICS
+from hf_posenc.calibration.text import DEFAULT_SOURCES
 from hf_posenc.cli.group import app, screen, waiting
 from hf_posenc.cli.options import DtypeOption, ModelArgument, checked_dtype
 from hf_posenc.errors import PosencError, did_you_mean
@@ -42,9 +42,9 @@ def calibrate(
     wanted, names = checked_dtype(dtype), _parse_statistics(statistics)
     if out.exists():
         raise PosencError(f"{out}: exists; remove it or choose another file")
-    from hf_posenc.calibrate.tables import layer_table, pair_heat
-    from hf_posenc.calibrate.text import calibration_rows
-    from hf_posenc.calibrate.watched import calibrate_watched
+    from hf_posenc.calibration.tables import layer_table, pair_heat
+    from hf_posenc.calibration.text import calibration_rows
+    from hf_posenc.calibration.watched import calibrate_watched
     from hf_posenc.schemes import as_scheme
     from hf_posenc.show import read_plan
     from hf_posenc.sources import load_pretrained, load_tokenizer

@@ -15,7 +15,7 @@ from hf_posenc.schemes import as_scheme, list_schemes
 from hf_posenc.schemes.base import Scheme
 
 if TYPE_CHECKING:
-    from hf_posenc.calibrate.calibration import Calibration
+    from hf_posenc.calibration.record import Calibration
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -104,7 +104,7 @@ def checked_calibration(file: Path | None, scheme: Scheme | None) -> Calibration
         return None
     if scheme is None:
         raise PosencError(f"--calibration {file} chooses for a scheme; name it with --scheme")
-    from hf_posenc.calibrate.calibration import Calibration
+    from hf_posenc.calibration.record import Calibration
 
     return Calibration.load(file)
 

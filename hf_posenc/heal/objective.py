@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posenc import losses
 from hf_posenc.errors import PosencError
-from hf_posenc.heal import losses
+from hf_posenc.head import checked_head, last_hidden_state
 from hf_posenc.heal.data import IGNORED, Row
-from hf_posenc.heal.head import checked_head, last_hidden_state
 from hf_posenc.runtime.patch import unpatched
 
 

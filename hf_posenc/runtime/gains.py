@@ -1,6 +1,6 @@
 """Layers whose q_proj carries gains: the base's own rows beside it, and changing places with them.
 
-A gain (`hf_posenc/calibrate/compensation.py`) is folded into q_proj, so it costs nothing when the
+A gain (`hf_posenc/calibration/compensation.py`) is folded into q_proj, so it costs nothing when the
 model runs. The rows as they were stay on the attention module and in the checkpoint, so that the
 unconverted model is still there, bit for bit: for `unpatch_model`, and for the teacher.
 """

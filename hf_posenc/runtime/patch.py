@@ -27,7 +27,7 @@ from hf_posenc.runtime.weights import permute_model
 from hf_posenc.schemes import Scheme, as_scheme
 
 if TYPE_CHECKING:
-    from hf_posenc.calibrate.calibration import Calibration
+    from hf_posenc.calibration.record import Calibration
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -139,7 +139,7 @@ def build_plan(
 
     Errors: `PosencError` for an unknown scheme or option, or a calibration that does not fit.
     """
-    from hf_posenc.calibrate.calibration import Calibration  # whose measuring patches models
+    from hf_posenc.calibration.record import Calibration  # whose measuring patches models
 
     if isinstance(scheme, PositionPlan):
         given = sorted(options) if calibration is None else ["calibration", *sorted(options)]

@@ -20,7 +20,7 @@ from hf_posenc.schedule import (
 )
 
 if TYPE_CHECKING:
-    from hf_posenc.calibrate.calibration import Calibration
+    from hf_posenc.calibration.record import Calibration
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from hf_posenc.schedule import Schedule, auto_layers, check_schedule, select_lay
 from hf_posenc.schemes.base import Scheme, rotated_layers
 
 if TYPE_CHECKING:
-    from hf_posenc.calibrate.calibration import Calibration
+    from hf_posenc.calibration.record import Calibration
 
 _KEYS = ("layers", "scheme")
 

@@ -15,7 +15,7 @@ from hf_posenc.schemes.options import check_choice, check_flag, check_number
 from hf_posenc.schemes.pairs import keep_chosen, keep_fastest, keep_pairs, kept_count
 
 if TYPE_CHECKING:
-    from hf_posenc.calibrate.calibration import Calibration
+    from hf_posenc.calibration.record import Calibration
 
 _SELECTIONS = ("high", "low", "uniform")
 _CALIBRATED = ("norm", "score", "sensitivity")

@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from hf_posenc.calibrate.calibration import LAYER_PREFERENCE, PAIR_PREFERENCE, Calibration
+from hf_posenc.calibration.record import LAYER_PREFERENCE, PAIR_PREFERENCE, Calibration
 from hf_posenc.show import BARS, COLOURS
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_posenc.calibrate.probe import Seen
-from hf_posenc.heal.head import VocabularyHead
-from hf_posenc.heal.losses import chunk_tokens, chunked_sum
+from hf_posenc.calibration.probe import Seen
+from hf_posenc.head import VocabularyHead
+from hf_posenc.losses import chunk_tokens, chunked_sum
 
 
 class Gates:

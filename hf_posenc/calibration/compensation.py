@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_posenc.calibrate.probe import PairFeatures, Seen, causal, probing
+from hf_posenc.calibration.probe import PairFeatures, Seen, causal, probing
 from hf_posenc.errors import PosencError
 from hf_posenc.model_spec import ModelSpec
 from hf_posenc.plan import PositionPlan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_posenc.calibrate.probe import Seen, causal
+from hf_posenc.calibration.probe import Seen, causal
 
 
 def norms(seen: Seen) -> Tensor:

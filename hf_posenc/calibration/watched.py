@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from hf_posenc.calibrate import measure
-from hf_posenc.calibrate.calibration import STATISTICS, Calibration
+from hf_posenc.calibration import measure
+from hf_posenc.calibration.record import STATISTICS, Calibration
 from hf_posenc.provenance import unplaced
 
 

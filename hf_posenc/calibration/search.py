@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from hf_posenc.calibrate.ablation import Damage, without_pairs
-from hf_posenc.calibrate.measure import Progress, at_rest, checked_rows
+from hf_posenc.calibration.ablation import Damage, without_pairs
+from hf_posenc.calibration.measure import Progress, at_rest, checked_rows
 from hf_posenc.errors import PosencError
 from hf_posenc.plan import LayerPlan
 from hf_posenc.runtime.patch import get_plan

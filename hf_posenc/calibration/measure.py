@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from hf_posenc import provenance
-from hf_posenc.calibrate.ablation import Damage
-from hf_posenc.calibrate.calibration import STATISTICS, Calibration
-from hf_posenc.calibrate.gradients import Gates, fisher, no_gradients
-from hf_posenc.calibrate.probe import Seen, probing
-from hf_posenc.calibrate.scores import norms, score_changes
+from hf_posenc.calibration.ablation import Damage
+from hf_posenc.calibration.gradients import Gates, fisher, no_gradients
+from hf_posenc.calibration.probe import Seen, probing
+from hf_posenc.calibration.record import STATISTICS, Calibration
+from hf_posenc.calibration.scores import norms, score_changes
 from hf_posenc.errors import PosencError, did_you_mean
-from hf_posenc.heal.head import checked_head, last_hidden_state
+from hf_posenc.head import checked_head, last_hidden_state
 from hf_posenc.model_spec import ModelSpec
 from hf_posenc.runtime.patch import get_plan
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc.heal.head import checked_head, last_hidden_state
-from hf_posenc.heal.losses import chunk_tokens, chunked_sum, kl
+from hf_posenc.head import checked_head, last_hidden_state
+from hf_posenc.losses import chunk_tokens, chunked_sum, kl
 from hf_posenc.model_spec import ModelSpec
 from hf_posenc.plan import LayerPlan, PositionPlan
 from hf_posenc.runtime.patch import patch_model, unpatch_model
