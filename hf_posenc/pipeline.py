@@ -16,6 +16,7 @@ import yaml
 from torch import Tensor
 
 from hf_posenc.calibration import Calibration, calibration_rows
+from hf_posenc.calibration.compensation import compensable, compensate
 from hf_posenc.calibration.watched import calibrate_watched
 from hf_posenc.checkpoint.io import load_model, save_converted
 from hf_posenc.errors import PosencError
@@ -50,7 +51,7 @@ from hf_posenc.preview import (
     trained_variants,
     wants_calibration,
 )
-from hf_posenc.runtime.patch import patch_model
+from hf_posenc.runtime.patch import get_plan, patch_model
 from hf_posenc.schemes import as_scheme
 from hf_posenc.show import choice_text, read_plan
 from hf_posenc.sources import load_pretrained, load_tokenizer
@@ -77,12 +78,15 @@ def run(recipe: Recipe, out: Path | str, *, say: Say = print) -> RunFolder:
     if recipe.heal.tokens:
         _check_rows(recipe, tokenizer, spec)
     unseen = _calibration_rows(recipe, tokenizer) if plan is None else None
+    text = _calibration_rows(recipe, tokenizer) if recipe.compensate else None
 
     label = scheme_label(as_scheme(recipe.scheme).describe())
     say(f"{recipe.name}: {recipe.model}, {label}, into {out}")
     converted = out / "converted"
     done = (converted / "config.json").is_file()
     model = load_pretrained(str(converted) if done else recipe.model, dtype=recipe.dtype)
+    if text is not None and plan is not None and not done:
+        compensable(model, plan)
     _estimate(recipe, out, model, tasks, 0 if unseen is None else unseen.numel(), say)
 
     write_text(out / "recipe.yaml", recipe.to_yaml())
@@ -91,7 +95,7 @@ def run(recipe: Recipe, out: Path | str, *, say: Say = print) -> RunFolder:
     elif (out / CALIBRATION).is_file():
         say("calibrate: done before, skipped")
     assert plan is not None
-    _convert(model, tokenizer, plan, out, done, say)
+    _convert(recipe, model, tokenizer, plan, text, out, done, say)
     del model
     gc.collect()
     for variant in scored_variants(recipe):
@@ -146,8 +150,8 @@ def _checked_plan(recipe: Recipe, out: Path) -> tuple[ModelSpec, PositionPlan | 
     else:
         calibration = str(out / CALIBRATION) if made else recipe.calibration
         spec, plan = read_plan(recipe.model, scheme, calibration)
-        fits = stored is None or stored == plan
-    if stored is not None and not fits:
+        fits = stored is None or stored.without_gains() == plan
+    if stored is not None and not (fits and stored.gained == recipe.compensate):
         raise PosencError(
             f"{converted}: holds {stored.label} on another base or by another choice, not what the "
             "recipe makes; remove it, or choose another --out"
@@ -254,16 +258,26 @@ def _sources(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _convert(
-    model: Any, tokenizer: Any, plan: PositionPlan, out: Path, done: bool, say: Say
+    recipe: Recipe,
+    model: Any,
+    tokenizer: Any,
+    plan: PositionPlan,
+    text: Tensor | None,
+    out: Path,
+    done: bool,
+    say: Say,
 ) -> None:
     if done:
         say("convert: done before, skipped")
     else:
         patch_model(model, plan)
+        if text is not None:
+            say(f"compensate: {text.numel():,} tokens")
+            compensate(model, text)
         say(f"convert: {plan.label}, saving {bytes_text(model_bytes(model))}")
-    write_json(out / "plan.json", plan.to_json())
+    write_json(out / "plan.json", (get_plan(model) or plan).to_json())
     if not done:
-        save_converted(model, tokenizer, out / "converted")
+        save_converted(model, tokenizer, out / "converted", source=recipe.model)
 
 
 def _heal(recipe: Recipe, out: Path, variant: Any, tokenizer: Any, say: Say) -> None:

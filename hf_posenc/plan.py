@@ -18,7 +18,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_posenc.errors import PosencError
@@ -213,6 +213,15 @@ class PositionPlan:
     def permuted(self) -> bool:
         """Whether any layer's q/k features are re-ordered in memory."""
         return any(layer.permutation is not None for layer in self.layers)
+
+    @property
+    def gained(self) -> bool:
+        """Whether any layer's q_proj carries gains."""
+        return any(layer.gained for layer in self.layers)
+
+    def without_gains(self) -> PositionPlan:
+        """The same plan before its queries were compensated."""
+        return replace(self, layers=tuple(replace(k, gained=False) for k in self.layers))
 
     @property
     def adds_parameters(self) -> bool:

@@ -31,14 +31,16 @@ def command_lines(
     dtype = ["--dtype", recipe.dtype]
     lines = []
     calibration = recipe.calibration
+    texts = [part for source in recipe.data.sources for part in ("--texts", source.source)]
+    size = ["--tokens", str(CALIBRATION_TOKENS)]
+    size += ["--row-tokens", str(calibration_row_tokens(recipe))]
     if wants_calibration(recipe):
         calibration = str(out / CALIBRATION)
-        texts = [part for source in recipe.data.sources for part in ("--texts", source.source)]
-        size = ["--tokens", str(CALIBRATION_TOKENS)]
-        size += ["--row-tokens", str(calibration_row_tokens(recipe))]
         seed = ["--seed", str(recipe.seed)]
         lines.append(["calibrate", recipe.model, calibration, *size, *texts, *dtype, *seed])
     options += [] if calibration is None else ["--calibration", calibration]
+    if recipe.compensate:
+        options += ["--compensate", *size, *texts]
     lines.append(["convert", recipe.model, converted, "--scheme", scheme["name"], *options, *dtype])
     for variant in trained_variants(recipe):
         base = ["--model", converted] if variant == "healed" else ["--control"]
@@ -60,7 +62,7 @@ def command_lines(
 
 def downloads(recipe: Recipe) -> list[str]:
     """What a run fetches unless it is in a cache, found without a network."""
-    reads_texts = recipe.heal.tokens or wants_calibration(recipe)
+    reads_texts = recipe.heal.tokens or wants_calibration(recipe) or recipe.compensate
     sources = [source.source for source in recipe.data.sources] if reads_texts else []
     if scored_variants(recipe):
         sources.append(ESSAYS)

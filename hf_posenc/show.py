@@ -48,6 +48,7 @@ class PlanRow:
     scale: str
     stretch: str
     order: str
+    queries: str
     window: str
     logits: str
     bias: str
@@ -102,6 +103,7 @@ def plan_rows(plan: PositionPlan) -> list[PlanRow]:
             scale="1" if kind.rope_scale == 1 else f"{kind.rope_scale:.4g}",
             stretch=_stretch_text(kind),
             order=_order_text(kind.permutation),
+            queries="with gains" if kind.gained else "as they were",
             window=_part_text(kind.window),
             logits=_part_text(kind.logit_scale),
             bias=_part_text(kind.bias),
@@ -113,21 +115,7 @@ def plan_rows(plan: PositionPlan) -> list[PlanRow]:
 def plan_table(plan: PositionPlan) -> Table:
     """The plan as a rich table; columns that say nothing in every row are left out."""
     rows = plan_rows(plan)
-    columns = [
-        ("layers", "layers", "-"),
-        ("rotated", "rotated", ""),
-        ("base", "base", ""),
-        ("wavelengths", "wavelengths", ""),
-        ("scale", "scale", "1"),
-        ("length rule", "stretch", "none"),
-        ("order", "order", "as stored"),
-        ("sees", "window", _NO_PART),
-        ("scores", "logits", _NO_PART),
-        ("bias", "bias", _NO_PART),
-    ]
-    shown = [
-        (head, name) for head, name, dull in columns if any(getattr(r, name) != dull for r in rows)
-    ]
+    shown = shown_columns(rows)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for head, name in shown:
         words = " ".join([head, *(getattr(row, name) for row in rows)]).split()
@@ -139,6 +127,26 @@ def plan_table(plan: PositionPlan) -> Table:
     for row in rows:
         table.add_row(*(Text(getattr(row, name)) for _, name in shown))
     return table
+
+
+def shown_columns(rows: Sequence[PlanRow]) -> list[tuple[str, str]]:
+    """Heading and field of every column that says something in some row."""
+    columns = [
+        ("layers", "layers", "-"),
+        ("rotated", "rotated", ""),
+        ("base", "base", ""),
+        ("wavelengths", "wavelengths", ""),
+        ("scale", "scale", "1"),
+        ("length rule", "stretch", "none"),
+        ("order", "order", "as stored"),
+        ("queries", "queries", "as they were"),
+        ("sees", "window", _NO_PART),
+        ("scores", "logits", _NO_PART),
+        ("bias", "bias", _NO_PART),
+    ]
+    return [
+        (head, name) for head, name, dull in columns if any(getattr(r, name) != dull for r in rows)
+    ]
 
 
 def choice_text(plan: PositionPlan) -> str | None:

@@ -287,3 +287,22 @@ def test_a_recipe_without_a_calibration_reads_as_before(disk: Path) -> None:
     assert "calibration" not in plain.model_dump() and "calibration" not in plain.to_yaml()
     given = load_recipe(disk / "tiny.yaml", ["calibration=x.json"])
     assert given.model_dump()["calibration"] == "x.json" and given.digest != plain.digest
+
+
+def test_search_writes_a_scheme_that_convert_reads(call: Any, disk: Path, tmp_path: Path) -> None:
+    source = ("--texts", disk / "texts", *SMALL)
+    done = call("search", disk / "model", tmp_path / "found.yaml", "--drop", 2, *source)
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "found.yaml").read_text()
+    assert text.count("#   layer ") == 2
+    converted = call("convert", disk / "model", "out", "--scheme-file", tmp_path / "found.yaml")
+    assert converted.exit_code == 0, converted.output
+    plan = get_plan(load_model(tmp_path / "out"))
+    dropped = sorted(int(line.split()[2][:-1]) for line in text.splitlines()[1:3])
+    assert [i for i, layer in enumerate(plan.layers) if not layer.rotated] == dropped
+    refused(call("search", disk / "model", tmp_path / "found.yaml", "--drop", 2, *source), "exists")
+    for budget, unit in ((99, "layers"), (0, "pairs"), (1, "heads")):
+        asked = ("--drop", budget, "--unit", unit, *source)
+        refused(call("search", disk / "model", "x.yaml", *asked), unit)
+    refused(call("search", tmp_path / "out", "x.yaml", "--drop", 1, *source), "converted")
+    assert not (tmp_path / "x.yaml").exists()

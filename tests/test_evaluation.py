@@ -254,7 +254,7 @@ def test_a_healed_adapter_scores_alike_live_and_from_its_folder(text_file, tmp_p
     from hf_posenc.checkpoint.io import save_converted
 
     patched = hf_posenc.patch_model(tiny_model(), "nope_interleaved", every=2)
-    save_converted(patched, tiny_tokenizer(), tmp_path / "converted")
+    save_converted(patched, tiny_tokenizer(), tmp_path / "converted", source="owner/tiny")
     base = hf_posenc.load_model(tmp_path / "converted")
     torch.manual_seed(0)
     adapted = get_peft_model(

@@ -47,12 +47,9 @@ def compensate(model: Any, rows: Tensor, *, seed: int = 0) -> Any:
     plan = get_plan(model)
     if plan is None:
         raise PosencError(f"{type(model).__name__} is not patched; call patch_model first")
-    spec = ModelSpec.from_model(model)
-    losing = [i for i, mask in enumerate(_lost(spec, plan)) if any(mask)]
-    _check_compensable(model, plan, losing)
-    layers = tuple(replace(k, gained=i in losing) for i, k in enumerate(plan.layers))
-    marked = replace(plan, layers=layers)
-    check_gains(families.attentions_of(families.decoder_of(model)), marked)
+    if base_of(model) is not model:
+        raise PosencError("the model carries an adapter; compensate first, attach it afterwards")
+    marked = compensable(model, plan)
     unpatch_model(model)
     gains: dict[int, Gain] = {}
     try:
@@ -63,10 +60,14 @@ def compensate(model: Any, rows: Tensor, *, seed: int = 0) -> Any:
     return model
 
 
-def _check_compensable(model: Any, plan: PositionPlan, losing: list[int]) -> None:
-    if base_of(model) is not model:
-        raise PosencError("the model carries an adapter; compensate first, attach it afterwards")
-    if any(layer.gained for layer in plan.layers):
+def compensable(model: Any, plan: PositionPlan) -> PositionPlan:
+    """`plan` as it will be once compensated on the model, patched or not; see `compensate`.
+
+    Errors: `PosencError` where that cannot be done.
+    """
+    spec = ModelSpec.from_model(model)
+    losing = [i for i, mask in enumerate(_lost(spec, plan)) if any(mask)]
+    if plan.gained:
         raise PosencError(f"{plan.label} is compensated already")
     if plan.permuted:
         raise PosencError(
@@ -74,6 +75,10 @@ def _check_compensable(model: Any, plan: PositionPlan, losing: list[int]) -> Non
         )
     if not losing:
         raise PosencError(f"{plan.label} drops no pair, so there is nothing to compensate")
+    layers = tuple(replace(k, gained=i in losing) for i, k in enumerate(plan.layers))
+    marked = replace(plan, layers=layers)
+    check_gains(families.attentions_of(families.decoder_of(model)), marked)
+    return marked
 
 
 def _lost(spec: ModelSpec, plan: PositionPlan) -> list[list[bool]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from hf_posenc.calibration.ablation import Damage, without_pairs
 from hf_posenc.calibration.measure import Progress, at_rest, checked_rows
 from hf_posenc.errors import PosencError
+from hf_posenc.model_spec import ModelSpec
 from hf_posenc.plan import LayerPlan
 from hf_posenc.runtime.patch import get_plan
 from hf_posenc.schemes import Scheme, make_scheme
@@ -55,8 +56,7 @@ def plan_search(
     Damage is the KL to the unconverted model in nats per token. Deterministic: ties go to the lower
     index. Errors: `PosencError` for a converted model, no rows, or a budget out of range.
     """
-    check_choice("unit", unit, ("layers", "pairs"))
-    check_integer("shortlist", shortlist, at_least=1)
+    check_budget(ModelSpec.from_model(model), drop, unit, shortlist)
     if get_plan(model) is not None:
         raise PosencError("the model is converted already; search on the unconverted model")
     batch = checked_rows(rows)
@@ -65,9 +65,6 @@ def plan_search(
         damage = Damage(model, batch)
         spec = damage.spec
         total = spec.num_layers if unit == "layers" else spec.num_frequencies
-        most = total if unit == "layers" else total - 1
-        if isinstance(drop, bool) or not isinstance(drop, int) or not 1 <= drop <= most:
-            raise PosencError(f"drop={drop!r} is out of range; use 1 to {most} {unit}")
         found = _greedy(
             lambda gone: damage.of(_dropped(spec.layers, unit, gone)),
             total,
@@ -81,6 +78,15 @@ def plan_search(
         return SearchResult(make_scheme("nope_interleaved", layers=gone), found)
     kept = [pair for pair in range(total) if pair not in gone]
     return SearchResult(make_scheme("p_rope", select=kept), found)
+
+
+def check_budget(spec: ModelSpec, drop: int, unit: str, shortlist: int) -> None:
+    """Refuse a budget that the model `spec` describes does not have. Errors: `PosencError`."""
+    check_choice("unit", unit, ("layers", "pairs"))
+    check_integer("shortlist", shortlist, at_least=1)
+    most = spec.num_layers if unit == "layers" else spec.num_frequencies - 1
+    if isinstance(drop, bool) or not isinstance(drop, int) or not 1 <= drop <= most:
+        raise PosencError(f"drop={drop!r} is out of range; use 1 to {most} {unit}")
 
 
 def _greedy(

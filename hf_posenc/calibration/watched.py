@@ -29,14 +29,15 @@ def calibrate_watched(
 
     label  what stands before the bar
     """
-    with _bar(label) as progress:
+    with progress_bar(label) as progress:
         found = measure.calibrate(model, rows, statistics=statistics, seed=seed, progress=progress)
     made = {**found.provenance, "texts": [unplaced(source) for source in sources]}
     return dataclasses.replace(found, provenance=made)
 
 
 @contextmanager
-def _bar(label: str) -> Iterator[measure.Progress]:
+def progress_bar(label: str) -> Iterator[measure.Progress]:
+    """A bar on stderr; gives what `calibrate` and `plan_search` take as `progress`."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),

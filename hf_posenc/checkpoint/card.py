@@ -139,6 +139,7 @@ def _plan_table(plan: PositionPlan) -> str:
         "scale": "scale",
         "stretch": "by length",
         "order": "features",
+        "queries": "queries",
         "window": "sees",
         "logits": "scores",
         "bias": "bias",

@@ -41,17 +41,24 @@ def load_model(
     return load_pretrained(str(source), **options)
 
 
-def save_converted(model: Any, tokenizer: Any, path: Path) -> None:
-    """Save a patched model and its tokenizer as a checkpoint; `path` appears when it is complete.
+def save_converted(model: Any, tokenizer: Any, path: Path, *, source: str) -> None:
+    """Save a patched model, its tokenizer and a model card; `path` appears when it is complete.
 
+    source  what the model was loaded from, for the card
     Errors: `PosencError` when the model is not patched or `path` exists and is not empty.
     """
+    from hf_posenc.checkpoint.card import Origin, describe_base, write_card
+    from hf_posenc.sources import resolve_model
 
-    if get_plan(model) is None:
+    plan = get_plan(model)
+    if plan is None:
         raise PosencError(f"{type(model).__name__} is not patched; call patch_model first")
+    folder = Path(resolve_model(source).path)
+    base = describe_base(source, folder) if folder.is_dir() else Origin(source, hub_id=source)
     with staged_directory(path) as stage:
         model.save_pretrained(stage)
         tokenizer.save_pretrained(stage)
+        write_card(stage, plan, base=base, name=path.name)
 
 
 def register_checkpoint_family(source: Path | str) -> None:

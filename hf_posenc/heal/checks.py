@@ -45,6 +45,11 @@ def check_calibrated(recipe: Recipe) -> None:
             f"recipe {recipe.name}: its scheme needs a calibration; `hf-posenc run` makes one, or "
             "make one with `hf-posenc calibrate` and set calibration=FILE"
         )
+    if recipe.compensate:
+        raise PosencError(
+            f"recipe {recipe.name}: it heals a compensated model; `hf-posenc run` makes one, or "
+            "make one with `hf-posenc convert --compensate` and heal that (--model DIR)"
+        )
 
 
 def check_model(model: Any, recipe: Recipe, variant: str) -> None:
@@ -57,6 +62,11 @@ def check_model(model: Any, recipe: Recipe, variant: str) -> None:
         if plan is None or plan.scheme_dict != wanted:
             found = "is not converted" if plan is None else f"runs {plan.label}"
             raise PosencError(f"the model {found}, recipe {recipe.name} heals {wanted}")
+        if plan.gained != recipe.compensate:
+            found = "is compensated" if plan.gained else "is not compensated"
+            raise PosencError(
+                f"the model {found}, recipe {recipe.name} says compensate: {recipe.compensate}"
+            )
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and recipe.data.row_tokens > longest:
         raise PosencError(

@@ -35,7 +35,8 @@ class Recipe(Section):
 
     dtype "auto" of a file becomes the one that suits this machine (`precision.resolve_dtype`).
     `calibration` is the file of one (`hf-posenc calibrate`), for a scheme that leaves layers or
-    pairs to it; where that is None, `run` makes one.
+    pairs to it; where that is None, `run` makes one. `compensate` folds gains into the queries of
+    the converted model (`hf_posenc/calibration/compensation.py`).
     """
 
     name: str
@@ -44,6 +45,7 @@ class Recipe(Section):
     seed: int = Field(ge=0, lt=2**32)
     scheme: dict[str, Any]
     calibration: str | None
+    compensate: bool
     data: DataSection
     lora: LoraSection
     heal: HealSection
@@ -67,10 +69,12 @@ class Recipe(Section):
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_used(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # A recipe without a calibration reads, and is told apart, as before there were any.
+        # Recipes without these read, and are told apart, as before there were any.
         content: dict[str, Any] = handler(self)
         if self.calibration is None:
             content.pop("calibration", None)
+        if not self.compensate:
+            content.pop("compensate", None)
         return content
 
     @property
