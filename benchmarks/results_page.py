@@ -32,7 +32,9 @@ def main() -> int:
     parts += damage_sections(GRID.parent)
     parts += ["## Cost of the code\n"]
     for path in sorted(BENCHMARKS.glob("*.json")):
-        parts += benchmark_section(path.name, read_json(path))
+        result = read_json(path)
+        section = bias_section if path.stem == "bias_cost" else benchmark_section
+        parts += section(path.name, result)
     write_text(PAGE, "\n".join(parts))
     return 0
 
@@ -78,6 +80,31 @@ def grid_section(grid: dict[str, Any]) -> list[str]:
         f"Healing took {minutes:.0f} minutes in all {len(grid['rows'])} runs.\n",
     ]
     return lines
+
+
+def bias_section(name: str, result: dict[str, Any]) -> list[str]:
+    """Time and memory of each bias by length, as ratios to the causal kernel."""
+    lines = [f"### {name.removesuffix('.json')}\n", f"{result['what']}. Time as a ratio to causal "]
+    lines[-1] += "sdpa at the same length, and peak memory in MiB. Goals: "
+    lines[-1] += ", ".join(f"{key} {value}" for key, value in result["targets"].items()) + ".\n"
+    for direction in dict.fromkeys(row["direction"] for row in result["rows"]):
+        rows = [row for row in result["rows"] if row["direction"] == direction]
+        lengths = sorted({row["length"] for row in rows})
+        lines += [
+            f"| {direction} | " + " | ".join(f"{n:,} tokens" for n in lengths) + " |",
+            "|---" * (len(lengths) + 1) + "|",
+        ]
+        for bias in dict.fromkeys(row["bias"] for row in rows):
+            found = {row["length"]: row for row in rows if row["bias"] == bias}
+            cells = [
+                f"{found[n]['ratio']:.2f}, {found[n]['peak_bytes'] / 2**20:.0f} MiB"
+                if n in found
+                else "not run"
+                for n in lengths
+            ]
+            lines.append(f"| {bias} | " + " | ".join(cells) + " |")
+        lines.append("")
+    return [*lines, provenance_text(result["provenance"]) + "\n"]
 
 
 def benchmark_section(name: str, result: dict[str, Any]) -> list[str]:
