@@ -90,7 +90,7 @@ def _zero_shot(result: dict[str, Any]) -> Lines:
         return " / ".join(f"{loss[text] - stock[text]:+.3f}" for text in stock)
 
     names = [name for name in rows if name.startswith("p_rope")]
-    fractions = list(dict.fromkeys(name.split()[1] for name in names))
+    fractions = sorted({name.split()[1] for name in names}, key=float, reverse=True)
     selections = list(dict.fromkeys(name.split(maxsplit=2)[2] for name in names))
     grid = [[s, *(cell(f"p_rope {p} {s}") for p in fractions)] for s in selections]
     layers = [
