@@ -15,7 +15,7 @@ from hf_posenc.model_spec import ModelSpec
 SCHEMA = 1
 STATISTICS = ("norm", "score", "sensitivity", "ablation")
 # What a choice is made by when the user names no statistic, best predictor first (docs/results.md).
-LAYER_PREFERENCE = ("ablation", "sensitivity", "score", "norm")
+LAYER_PREFERENCE = ("ablation", "score", "sensitivity", "norm")
 PAIR_PREFERENCE = ("sensitivity", "score", "norm")
 
 LayerValues = tuple[float, ...]
