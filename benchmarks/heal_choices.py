@@ -172,9 +172,9 @@ _run = Objective._run
 def _remembering(folder: Path, row: Row) -> Any:
     """`Objective._run` that reads the teacher's states back where it has seen the row before."""
 
-    def run(self: Objective, model: Any, batch: Any, mask: Any) -> Any:
-        if torch.is_grad_enabled() or self.layers:
-            return _run(self, model, batch, mask)
+    def run(self: Objective, model: Any, batch: Any, mask: Any, compared: Any = ()) -> Any:
+        if torch.is_grad_enabled() or compared:
+            return _run(self, model, batch, mask, compared)
         key = hashlib.sha256(batch["input_ids"].numpy().tobytes()).hexdigest()[:24]
         path = folder / f"{key}.pt"
         if not path.exists():
