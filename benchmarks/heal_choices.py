@@ -58,8 +58,8 @@ class Row:
 def rows() -> dict[str, Row]:
     """All rows by name, the ones that matter most first."""
 
-    def p_rope(p: float, select: str) -> dict[str, Any]:
-        return {"name": "p_rope", "p": p, "select": select}
+    def p_rope(p: float, select: str, **options: Any) -> dict[str, Any]:
+        return {"name": "p_rope", "p": p, "select": select, **options}
 
     every = {"name": "nope"}
     scaled = {"name": "nope", "logit_scale": "per_head"}
@@ -68,8 +68,10 @@ def rows() -> dict[str, Row]:
         "nope7/kl": Row(SEVEN),
         "nope4/kl": Row(FOUR),
         "nope7 compensated/kl": Row(SEVEN, compensated=True),
-        "p.5 sensitivity/kl": Row(p_rope(0.5, "sensitivity")),
-        "p.25 sensitivity/kl": Row(p_rope(0.25, "sensitivity")),
+        "p.5 score/kl": Row(p_rope(0.5, "score")),
+        "p.5 score per_layer/kl": Row(p_rope(0.5, "score", per_layer=True)),
+        "p.25 score/kl": Row(p_rope(0.25, "score")),
+        "p.25 score per_layer/kl": Row(p_rope(0.25, "score", per_layer=True)),
         "p.25 high/kl": Row(p_rope(0.25, "high")),
         "nope/kl": Row(every),
         "nope layer by layer/kl": Row(every, changes=(f"heal.gentle={BY_LAYER}",)),

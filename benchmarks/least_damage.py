@@ -53,7 +53,7 @@ def choices() -> dict[str, dict[str, Any] | None]:
 COMPENSATED = (
     "nope_interleaved every=4",
     "nope_interleaved auto:7:ablation",
-    *(f"p_rope {p} {select}" for p in FRACTIONS for select in ("high", "sensitivity")),
+    *(f"p_rope {p} {select}" for p in FRACTIONS for select in ("high", "score")),
     "nope",
 )
 

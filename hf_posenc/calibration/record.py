@@ -16,7 +16,7 @@ SCHEMA = 1
 STATISTICS = ("norm", "score", "sensitivity", "ablation")
 # What a choice is made by when the user names no statistic, best predictor first (docs/results.md).
 LAYER_PREFERENCE = ("ablation", "score", "sensitivity", "norm")
-PAIR_PREFERENCE = ("sensitivity", "score", "norm")
+PAIR_PREFERENCE = ("score", "sensitivity", "norm")
 
 LayerValues = tuple[float, ...]
 PairValues = tuple[tuple[float, ...], ...]

@@ -38,7 +38,7 @@ def calibrate(
     """Measure which layers and pairs of a model miss their rotation least.
 
     The file chooses for a scheme through --calibration: layers=auto:7, or p_rope with
-    select=sensitivity. Only the sources' training parts are read.
+    select=score. Only the sources' training parts are read.
     """
     wanted, names = checked_dtype(dtype), _parse_statistics(statistics)
     if out.exists():
