@@ -327,3 +327,29 @@ def test_a_damaged_file_is_named(disk: Path, tmp_path: Path, change: dict[str, A
 def test_the_names_are_at_the_top_of_the_package() -> None:
     assert {"calibrate", "Calibration"} <= set(hf_posenc.__all__)
     assert callable(hf_posenc.calibrate)
+
+
+def test_pairs_that_make_up_for_each_other_go_together() -> None:
+    """Once pair 2 is gone, dropping pair 5 costs less than any other: .3, where alone it is 1.5."""
+    size, layers = LLAMA.num_frequencies, LLAMA.num_layers
+    matrix = [[float(row == column) for column in range(size)] for row in range(size)]
+    matrix[2][2], matrix[5][5] = 0.5, 1.5
+    matrix[2][5] = matrix[5][2] = -0.6
+    frozen = tuple(tuple(row) for row in matrix)
+    alone = tuple(frozen[pair][pair] for pair in range(size))
+    single = calibration_of(LLAMA, pairs={"score": [alone] * layers})
+    joint = dataclasses.replace(single, joint={"score": (frozen,) * layers})
+    every = set(range(size))
+    for per_layer in (False, True):
+        kept = joint.kept_pairs(size - 2, per_layer=per_layer)
+        assert [every - set(pairs) for pairs in kept] == [{2, 5}] * layers
+        kept = single.kept_pairs(size - 2, per_layer=per_layer)
+        assert all(2 in every - set(pairs) and 5 in pairs for pairs in kept)
+
+
+def test_a_joint_of_another_shape_is_refused() -> None:
+    size, layers = LLAMA.num_frequencies, LLAMA.num_layers
+    matrix = ((1.0,) * size,) * (size - 1)
+    made = calibration_of(LLAMA, pairs={"score": [(1.0,) * size] * layers})
+    with pytest.raises(PosencError, match="joint 'score' is damaged"):
+        dataclasses.replace(made, joint={"score": (matrix,) * layers}).check(LLAMA)

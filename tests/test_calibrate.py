@@ -159,7 +159,7 @@ def test_score_is_the_variance_of_the_change_under_attention() -> None:
         logits(model, rows)
     for layer, now in enumerate(seen):
         per_pair = [0.0] * now.features.count
-        whole, count = 0.0, 0
+        whole, two_pairs, count = 0.0, 0.0, 0
         heads, groups = now.query.shape[1], now.key.shape[1]
         for batch in range(2):
             for head in range(heads):
@@ -175,11 +175,14 @@ def test_score_is_the_variance_of_the_change_under_attention() -> None:
                     for pair in range(now.features.count):
                         per_pair[pair] += _half_variance(weight, change[:, pair])
                     whole += _half_variance(weight, change.sum(-1))
+                    two_pairs += _half_variance(weight, change[:, [1, 4]].sum(-1))
                     count += 1
         for pair, value in enumerate(per_pair):
             wanted = value / count
             assert found.pairs["score"][layer][pair] == pytest.approx(wanted, rel=1e-3, abs=1e-7)
         assert found.layers["score"][layer] == pytest.approx(whole / count, rel=1e-3)
+        joint = torch.tensor(found.joint["score"][layer])[[1, 4]][:, [1, 4]].sum().item()
+        assert joint == pytest.approx(two_pairs / count, rel=1e-3)
 
 
 def _half_variance(weight: Tensor, change: Tensor) -> float:

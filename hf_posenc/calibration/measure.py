@@ -62,16 +62,14 @@ def calibrate(
         for done, part in _batches(batch):
             report(ahead * done, ", ".join(name for name in wanted if name != "ablation"))
             passed.add(part)
-        layers, pairs, heads = passed.result(batch.numel())
+        found = passed.result(batch.numel())
         if "ablation" in wanted:
-            layers["ablation"] = _ablated(model, batch, spec, ahead, report)
+            found["layers"]["ablation"] = _ablated(model, batch, spec, ahead, report)
     report(1.0, "done")
     return Calibration(
         base=spec.fingerprint,
         tokens=batch.numel(),
-        pairs=pairs,
-        layers=layers,
-        heads=heads,
+        **found,
         provenance=provenance.collect(
             seed=seed,
             tokens=batch.numel(),
@@ -93,8 +91,7 @@ class _Pass:
         self.draws = torch.Generator(device).manual_seed(seed)
         layers, pairs = spec.num_layers, spec.num_frequencies
         self.norm = torch.zeros(layers, spec.num_heads, pairs, dtype=torch.float64)
-        self.score = torch.zeros(layers, pairs, dtype=torch.float64)
-        self.score_layer = torch.zeros(layers, dtype=torch.float64)
+        self.score = torch.zeros(layers, pairs, pairs, dtype=torch.float64)
         self.fisher = torch.zeros(layers, pairs, dtype=torch.float64)
         self.fisher_layer = torch.zeros(layers, dtype=torch.float64)
         self.queries = 0
@@ -133,29 +130,32 @@ class _Pass:
             self.fisher += pairs.cpu()
             self.fisher_layer += layers.cpu()
 
-    def result(self, tokens: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """Damage by layer, by pair and by head, each statistic -> nested tuples."""
-        layers, pairs, heads = {}, {}, {}
+    def result(self, tokens: int) -> dict[str, dict[str, Any]]:
+        """The fields of `Calibration`, each statistic -> nested tuples."""
+        layers: dict[str, Any] = {}
+        pairs: dict[str, Any] = {}
+        joint: dict[str, Any] = {}
+        heads: dict[str, Any] = {}
         if "norm" in self.wanted:
             norm = self.norm / tokens
             heads["norm"] = _nested(norm)
             pairs["norm"] = _nested(norm.mean(1))
             layers["norm"] = _nested(norm.mean(1).sum(-1))
         if "score" in self.wanted:
-            pairs["score"] = _nested(self.score / self.queries)
-            layers["score"] = _nested(self.score_layer / self.queries)
+            score = self.score / self.queries
+            joint["score"] = _nested(score)
+            pairs["score"] = _nested(score.diagonal(dim1=1, dim2=2))
+            layers["score"] = _nested(score.sum((1, 2)))
         if "sensitivity" in self.wanted:
             pairs["sensitivity"] = _nested(self.fisher / (2 * tokens))
             layers["sensitivity"] = _nested(self.fisher_layer / (2 * tokens))
-        return layers, pairs, heads
+        return {"layers": layers, "pairs": pairs, "joint": joint, "heads": heads}
 
     def _look(self, seen: Seen, queries: Tensor, tokens: int) -> None:
         if "norm" in self.wanted:
             self.norm[seen.layer] += norms(seen).double().cpu() * tokens
         if "score" in self.wanted:
-            pairs, layer = score_changes(seen, queries)
-            self.score[seen.layer] += pairs.cpu()
-            self.score_layer[seen.layer] += layer.cpu()
+            self.score[seen.layer] += score_changes(seen, queries).cpu()
 
 
 def _ablated(

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hf_posenc.errors import PosencError, did_you_mean
 from hf_posenc.files import read_json, write_json
 from hf_posenc.model_spec import ModelSpec
@@ -33,6 +35,8 @@ class Calibration:
                 token of the output
     layers      statistic -> [L], the whole layer dropped: the same, and "ablation", the measured
                 KL to the unconverted model in nats per token
+    joint       statistic -> [L][F][F], where the damage of several pairs is known too: that of a
+                set of pairs is the sum over its members' rows and columns ("score")
     heads       statistic -> [L][H][F], where a value per query head comes for free ("norm")
     provenance  how it was made
     """
@@ -41,6 +45,7 @@ class Calibration:
     tokens: int
     pairs: Mapping[str, PairValues] = field(default_factory=dict)
     layers: Mapping[str, LayerValues] = field(default_factory=dict)
+    joint: Mapping[str, tuple[PairValues, ...]] = field(default_factory=dict)
     heads: Mapping[str, tuple[PairValues, ...]] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
@@ -55,6 +60,10 @@ class Calibration:
             shape = (len(rows), {len(row) for row in rows})
             if shape != (spec.num_layers, {spec.num_frequencies}):
                 raise PosencError(f"the calibration's {name!r} is damaged: {shape} values")
+        for name, matrices in self.joint.items():
+            sizes = {len(row) for matrix in matrices for row in (matrix, *matrix)}
+            if (len(matrices), sizes) != (spec.num_layers, {spec.num_frequencies}):
+                raise PosencError(f"the calibration's joint {name!r} is damaged: {sizes} values")
         for name, values in self.layers.items():
             if len(values) != spec.num_layers:
                 raise PosencError(f"the calibration's {name!r} is damaged: {len(values)} layers")
@@ -95,29 +104,33 @@ class Calibration:
     ) -> tuple[tuple[int, ...], ...]:
         """Pairs to keep in each layer: `count` of F, those that are missed most.
 
+        Pairs are dropped one by one, each time the one that adds least to the damage of all that
+        are gone by then; where only the damage of single pairs is known, in the order of that.
         per_layer  False: the same pairs everywhere, by the sum over layers. True: count pairs
                    times layers, of all layers together, so that a layer keeps as many as it needs,
                    or none
         layers     those that count; the others keep none. None: all
         Errors: `PosencError` for a count outside 1 to F.
         """
-        damage = self.pair_damage(by)
-        pairs = len(damage[0])
+        by = _chosen(by, self.pairs, PAIR_PREFERENCE, "pairs")
+        damage = self._joint_damage(by)
+        pairs = damage.shape[1]
         inside = sorted(range(len(damage)) if layers is None else set(layers))
         if isinstance(count, bool) or not 1 <= count <= pairs:
             raise PosencError(f"{count} pairs is out of range; use 1 to {pairs}")
-        if per_layer:
-            cells = [(layer, pair) for layer in inside for pair in range(pairs)]
-            cells.sort(key=lambda cell: (-damage[cell[0]][cell[1]], cell))
-            kept = set(cells[: count * len(inside)])
-        else:
-            total = [math.fsum(damage[layer][pair] for layer in inside) for pair in range(pairs)]
-            order = sorted(range(pairs), key=lambda pair: (-total[pair], pair))
-            kept = {(layer, pair) for layer in inside for pair in order[:count]}
+        chosen = damage[inside] if per_layer else damage[inside].sum(0, keepdims=True)
+        kept = _eliminate(chosen, count * len(chosen))
+        if not per_layer:
+            kept = kept * len(inside)
         return tuple(
-            tuple(pair for pair in range(pairs) if (layer, pair) in kept)
-            for layer in range(len(damage))
+            kept[inside.index(layer)] if layer in inside else () for layer in range(len(damage))
         )
+
+    def _joint_damage(self, by: str) -> np.ndarray:
+        """[L, F, F]; diagonal where nothing is known of pairs together."""
+        if by in self.joint:
+            return np.asarray(self.joint[by])
+        return np.stack([np.diag(row) for row in self.pairs[by]])
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values, six significant digits."""
@@ -128,6 +141,7 @@ class Calibration:
             "tokens": self.tokens,
             "layers": {name: _rounded(values) for name, values in self.layers.items()},
             "pairs": {name: _rounded(rows) for name, rows in self.pairs.items()},
+            "joint": {name: _rounded(rows) for name, rows in self.joint.items()},
             "heads": {name: _rounded(rows) for name, rows in self.heads.items()},
             "provenance": dict(self.provenance),
         }
@@ -145,6 +159,7 @@ class Calibration:
                 tokens=int(value["tokens"]),
                 layers={name: _finite(name, v, 1) for name, v in value["layers"].items()},
                 pairs={name: _finite(name, v, 2) for name, v in value["pairs"].items()},
+                joint={name: _finite(name, v, 3) for name, v in value.get("joint", {}).items()},
                 heads={name: _finite(name, v, 3) for name, v in value["heads"].items()},
                 provenance=dict(value["provenance"]),
             )
@@ -188,6 +203,21 @@ class Calibration:
             return cls.from_json(value)
         except PosencError as error:
             raise PosencError(f"{path}: {error}") from None
+
+
+def _eliminate(damage: np.ndarray, keep: int) -> list[tuple[int, ...]]:
+    """Which pairs stay in each of N rows, `keep` in all: damage [N, F, F] of sets of pairs."""
+    rows, pairs = damage.shape[:2]
+    # What dropping each pair adds to the damage of those that are gone.
+    added = np.diagonal(damage, axis1=1, axis2=2).copy()
+    gone = np.zeros((rows, pairs), dtype=bool)
+    for _ in range(rows * pairs - keep):
+        # The last of equals goes first: ties keep the lower number.
+        candidates = np.where(gone, np.inf, added).ravel()[::-1]
+        row, pair = divmod(rows * pairs - 1 - int(candidates.argmin()), pairs)
+        gone[row, pair] = True
+        added[row] += damage[row, pair] + damage[row, :, pair]
+    return [tuple(int(pair) for pair in np.flatnonzero(~row)) for row in gone]
 
 
 def _chosen(

@@ -21,29 +21,30 @@ def norms(seen: Seen) -> Tensor:
     return query * key.repeat_interleave(query.shape[0] // key.shape[0], dim=0)
 
 
-def score_changes(seen: Seen, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """What attention at the queries `rows` [n] loses, in nats summed over batch and queries.
+def score_changes(seen: Seen, rows: Tensor) -> Tensor:
+    """What attention at the queries `rows` [n] loses: [F, F] nats, summed over batch and queries.
 
-    Per pair [F] and for the whole layer, the mean over heads of half the variance, under the
-    attention distribution itself, of what dropping the rotation adds to the scores: to second
-    order the KL from that distribution, over the distances that occur.
+    Half the covariance, under the attention distribution itself, of what dropping the rotation of
+    each pair adds to the scores; the mean over heads. The sum of entry (f, g) over the pairs of any
+    set is, to second order, the KL from that distribution when the whole set is dropped, over the
+    distances that occur: pairs that make up for each other count less together than alone.
     """
     heads, groups = seen.query.shape[1], seen.key.shape[1]
     visible = causal(seen, rows)
-    pairs = torch.zeros(seen.features.count, dtype=torch.float64, device=seen.query.device)
-    layer = pairs.new_zeros(())
+    pairs = seen.features.count
+    total = torch.zeros(pairs, pairs, dtype=torch.float64, device=seen.query.device)
     for group in range(groups):
         members = slice(group * heads // groups, (group + 1) * heads // groups)
         query = seen.query[:, members, rows].float()
         key = seen.key[:, group : group + 1].float()
         scores = query @ key.transpose(-1, -2) * seen.scaling
-        weight = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        weight = scores.masked_fill(~visible, -torch.inf).softmax(-1)[..., None]
         change = _products(seen, seen.still_query[:, members, rows], seen.still_key, group)
         change -= _products(seen, query, seen.key, group)
-        change *= seen.scaling
-        pairs += _half_variance(weight[..., None], change, dim=-2).double().sum((0, 1, 2))
-        layer += _half_variance(weight, change.sum(-1), dim=-1).double().sum()
-    return pairs / heads, layer / heads
+        change -= (weight * change).sum(-2, keepdim=True)
+        change = change.mul_(weight.sqrt() * seen.scaling).flatten(0, -2)
+        total += (change.T @ change).double()
+    return total / (2 * heads)
 
 
 def _products(seen: Seen, query: Tensor, key: Tensor, group: int) -> Tensor:
@@ -52,8 +53,3 @@ def _products(seen: Seen, query: Tensor, key: Tensor, group: int) -> Tensor:
     key_one, key_two = seen.features.split(key[:, group : group + 1].float())
     result = one[..., :, None, :] * key_one[..., None, :, :]
     return result.addcmul_(two[..., :, None, :], key_two[..., None, :, :])
-
-
-def _half_variance(weight: Tensor, change: Tensor, dim: int) -> Tensor:
-    mean = (weight * change).sum(dim)
-    return ((weight * change.square()).sum(dim) - mean.square()).clamp(min=0) / 2
