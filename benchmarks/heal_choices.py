@@ -100,7 +100,21 @@ def rows() -> dict[str, Row]:
         table[f"nope4 short/{name}"] = Row(FOUR, SHORT, changes=changes)
     table["control short/ce"] = Row(None, SHORT, changes=variants["ce"])
     table["nope4 short compensated/kl"] = Row(FOUR, SHORT, compensated=True)
+    plans: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+        "p.5 score per_layer": (p_rope(0.5, "score", per_layer=True), ()),
+        "p.25 score per_layer": (p_rope(0.25, "score", per_layer=True), ()),
+        "p.5 score": (p_rope(0.5, "score"), ()),
+        "p.5 high": (p_rope(0.5, "high"), ()),
+        "p.25 high": (p_rope(0.25, "high"), ()),
+        "nope": (every, ()),
+        "nope layer by layer": (every, (f"heal.gentle={BY_LAYER}",)),
+        "nope hidden then kl": (every, (hidden,)),
+        "nope per-head scale": (scaled, ()),
+    }
+    for name, (scheme, changes) in plans.items():
+        table[f"{name} short/kl"] = Row(scheme, SHORT, changes=changes)
     table["nope7 short/kl"] = Row(SEVEN, SHORT)
+    table["nope7 short compensated/kl"] = Row(SEVEN, SHORT, compensated=True)
     table["nope7 short/ce"] = Row(SEVEN, SHORT, changes=variants["ce"])
     for seed in (1, 2):
         table[f"nope4 short/kl seed {seed}"] = Row(FOUR, SHORT, seed)
