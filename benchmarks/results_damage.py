@@ -94,7 +94,7 @@ def _zero_shot(result: dict[str, Any]) -> Lines:
     selections = list(dict.fromkeys(name.split(maxsplit=2)[2] for name in names))
     grid = [[s, *(cell(f"p_rope {p} {s}") for p in fractions)] for s in selections]
     layers = [
-        [scheme_label(row["scheme"]), cell(name)]
+        [_label(row), cell(name)]
         for name, row in rows.items()
         if row["scheme"] is not None and not name.startswith("p_rope")
     ]
@@ -113,11 +113,20 @@ def _zero_shot(result: dict[str, Any]) -> Lines:
     ]
 
 
+def _label(row: dict[str, Any]) -> str:
+    return scheme_label(row["scheme"]) + (", compensated" if row.get("compensated") else "")
+
+
 def _healed(rows: list[dict[str, Any]]) -> Lines:
     controls = {
         (row["heal"]["tokens"], tuple(row["changes"])): row["after"]
         for row in rows
         if row["scheme"] is None
+    }
+    plans = {
+        row["row"].partition("/")[0].replace(" short", ""): _label(row)
+        for row in rows
+        if row["scheme"] is not None
     }
     lines: Lines = []
     for tokens in sorted({row["heal"]["tokens"] for row in rows}, reverse=True):
@@ -157,6 +166,7 @@ def _healed(rows: list[dict[str, Any]]) -> Lines:
         "Held-out loss in nats per token, essays / reference. All rows of one size see the same "
         "tokens of the training parts. The control of ce is the unconverted model healed on the "
         "same tokens; that of kl and hidden the unconverted model itself.\n",
+        "Plans: " + "; ".join(f"{name} = {text}" for name, text in plans.items()) + ".\n",
         *lines,
         "Command: `python benchmarks/heal_choices.py`. Minutes are of one thread, with other "
         "work beside it, and without the teacher's pass where its states were kept from an "
