@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from hf_posenc.errors import PosencError, did_you_mean
-from hf_posenc.files import read_json, write_json
+from hf_posenc.files import read_json, write_text
 from hf_posenc.model_spec import ModelSpec
+from hf_posenc.plan import canonical_json
 
 SCHEMA = 1
 STATISTICS = ("norm", "score", "sensitivity", "ablation")
@@ -171,7 +172,8 @@ class Calibration:
 
     def save(self, path: Path | str) -> Path:
         """Write it as JSON; the file appears complete or not at all."""
-        return write_json(path, self.to_json())
+        # On one line: indented, the joint damage of a large model takes three times the space.
+        return write_text(path, canonical_json(self.to_json()) + "\n")
 
     @classmethod
     def read(cls, value: Calibration | Path | str) -> Calibration:
