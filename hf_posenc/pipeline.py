@@ -39,7 +39,9 @@ from hf_posenc.evaluation.suites import PlannedTask, plan_tasks
 from hf_posenc.evaluation.tasks import documents
 from hf_posenc.files import write_json, write_text
 from hf_posenc.heal import Recipe, heal
+from hf_posenc.heal.checks import check_request
 from hf_posenc.heal.data import PackedRows
+from hf_posenc.heal.gentle import Transition
 from hf_posenc.model_spec import ModelSpec
 from hf_posenc.plan import PositionPlan, scheme_label
 from hf_posenc.preview import (
@@ -76,6 +78,7 @@ def run(recipe: Recipe, out: Path | str, *, say: Say = print) -> RunFolder:
     tokenizer = load_tokenizer(recipe.model)
     tasks = _checked_tasks(recipe, spec, tokenizer)
     if recipe.heal.tokens:
+        check_request(recipe, "healed")
         _check_rows(recipe, tokenizer, spec)
     unseen = _calibration_rows(recipe, tokenizer) if plan is None else None
     text = _calibration_rows(recipe, tokenizer) if recipe.compensate else None
@@ -85,6 +88,9 @@ def run(recipe: Recipe, out: Path | str, *, say: Say = print) -> RunFolder:
     converted = out / "converted"
     done = (converted / "config.json").is_file()
     model = load_pretrained(str(converted) if done else recipe.model, dtype=recipe.dtype)
+    if plan is not None and recipe.heal.tokens and recipe.heal.gentle is not None:
+        gained = compensable(model, plan) if recipe.compensate and not done else plan
+        Transition.of(gained, spec.layers, recipe.heal.gentle)
     if text is not None and plan is not None and not done:
         compensable(model, plan)
     _estimate(recipe, out, model, tasks, 0 if unseen is None else unseen.numel(), say)

@@ -71,7 +71,7 @@ def test_calibrate_writes_a_calibration_and_prints_its_ranking(disk: Path) -> No
     damage = made.layers["ablation"]
     assert sorted(ranked) == [0, 1, 2, 3]
     assert [damage[layer] for layer in ranked] == sorted(damage)
-    assert "damage of pair 0 (fastest) to 7, sensitivity" in printed
+    assert "damage of pair 0 (fastest) to 7, score" in printed
     assert printed.splitlines()[-1].endswith("made.json")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_model
 from torch import Tensor
 from torch.nn import functional
@@ -259,6 +260,10 @@ def test_search_over_pairs_gives_explicit_pairs() -> None:
         (lambda m: calibrate(m, torch.zeros(2, 1).long()), "1 token long"),
         (lambda m: calibrate(m, tokens(m), statistics=["norms"]), "did you mean 'norm'"),
         (lambda m: calibrate(m, tokens(m), statistics=[]), "no statistics given"),
+        (lambda m: calibrate(m, tokens(m), seed=-1), "seed=-1 must be"),
+        (lambda m: calibrate(m, [torch.full((8,), 999)]), "token 999"),
+        (lambda m: calibrate(m, [torch.zeros(8)]), "are token ids"),
+        (lambda m: calibrate(m, [["a", "b"]]), "no rows to calibrate on"),
         (lambda m: plan_search(m, tokens(m), drop=0), "drop=0 is out of range"),
         (lambda m: plan_search(m, tokens(m), drop=99), "drop=99 is out of range"),
         (lambda m: plan_search(m, tokens(m), drop=1, unit="heads"), "unit='heads' is unknown"),
@@ -287,3 +292,49 @@ def test_a_file_reads_back_equal_and_a_damaged_one_is_refused(tmp_path: Any) -> 
     path.write_text(path.read_text().replace('"calibration"', '"plan"'))
     with pytest.raises(PosencError, match=r"calibration\.json"):
         Calibration.load(path)
+
+
+def test_lists_and_modes_and_no_grad_are_fine() -> None:
+    model = lively("llama")
+    rows = tokens(model)
+    wanted = calibrate(model, rows)
+    model.train()
+    model.model.layers[1].eval()
+    with torch.no_grad():
+        found = calibrate(model, rows.tolist())
+    assert (found.layers, found.pairs) == (wanted.layers, wanted.pairs)
+    assert model.training and not model.model.layers[1].training
+
+
+def test_an_adapter_is_refused() -> None:
+    model = get_peft_model(lively("llama"), LoraConfig(r=2, target_modules=["v_proj"]))
+    for call in (lambda: calibrate(model, [[1, 2]]), lambda: plan_search(model, [[1, 2]], drop=1)):
+        with pytest.raises(PosencError, match="adapter"):
+            call()
+
+
+def test_search_over_pairs_reaches_beyond_the_original_length() -> None:
+    """LongRoPE has a second table for long rows; a dropped pair turns in neither."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [1 + 0.5 * i for i in range(8)]}
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 32, **factors}
+    model = tiny_model(
+        "phi3", scale=20.0, rope_parameters=rope, original_max_position_embeddings=32
+    )
+    rows = tokens(model, rows=1, length=60)
+    found = plan_search(model, rows, drop=2, unit="pairs", shortlist=2)
+    goal = logits(model, rows).double().log_softmax(-1)
+    patch_model(model, found.scheme)
+    other = logits(model, rows).double().log_softmax(-1)
+    kl = (goal.exp() * (goal - other)).sum(-1).mean().item()
+    assert kl > 0
+    assert found.steps[-1].damage == pytest.approx(kl, rel=3e-2)
+
+
+def test_search_leaves_out_layers_that_do_not_turn() -> None:
+    model = tiny_model("smollm3")
+    rows = tokens(model)
+    turning = [i for i, layer in enumerate(ModelSpec.from_model(model).layers) if layer.rotated]
+    found = plan_search(model, rows, drop=len(turning))
+    assert sorted(step.dropped for step in found.steps) == turning
+    with pytest.raises(PosencError, match=f"use 1 to {len(turning)} layers"):
+        plan_search(model, rows, drop=len(turning) + 1)

@@ -22,6 +22,7 @@ from hf_posenc import (
     unpatch_model,
     unpatched,
 )
+from hf_posenc.calibration import compensation
 from hf_posenc.calibration.compensation import compensate, fold_gains, query_gains
 from hf_posenc.checkpoint.native import export_native
 
@@ -159,6 +160,9 @@ def test_an_export_has_the_gains_in_its_weights(scheme: dict[str, Any], tmp_path
         (lambda: patch_model(lively("llama"), "partial", pairs="raw"), "re-orders features"),
         (lambda: patch_model(lively("qwen3"), "nope"), "norms q per head"),
         (lambda: compensated("llama", SOME), "compensated already"),
+        (lambda: patch_model(lively("llama"), "rnope_swa", window=8), "more than which pairs"),
+        (lambda: patch_model(lively("llama"), "dual", every=2, p_global=0.5), "more than which"),
+        (lambda: patch_model(lively("gemma2"), "nope", layers=[0]), "cannot be probed"),
     ],
 )
 def test_bad_input_is_one_clear_line(make: Any, message: str) -> None:
@@ -168,3 +172,49 @@ def test_bad_input_is_one_clear_line(make: Any, message: str) -> None:
         compensate(model, tokens(model))
     assert "\n" not in str(error.value)
     assert torch.equal(logits(model, tokens(model)), before)
+
+
+def test_gains_that_do_not_help_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = patch_model(lively("llama"), SOME)
+    rows = tokens(model)
+    before = logits(model, rows)
+    bad = torch.full((4, 8), -9.0, dtype=torch.complex64)
+    monkeypatch.setattr(compensation, "query_gains", lambda *_, **__: {1: bad, 3: bad})
+    with pytest.raises(PosencError, match="left without"):
+        compensate(model, rows)
+    assert torch.equal(logits(model, rows), before)
+    plan = get_plan(model)
+    assert plan is not None and not plan.gained
+
+
+def test_a_plan_cannot_bring_gains_to_another_model() -> None:
+    plan = get_plan(compensated("llama", SOME))
+    assert plan is not None and plan.gained
+    fresh: Any = patch_model(lively("llama"), plan)
+    found = get_plan(fresh)
+    assert found is not None and not found.gained
+    compensate(fresh, tokens(fresh, rows=8, length=32))
+
+
+def test_modes_and_gradients_are_as_before() -> None:
+    model: Any = patch_model(lively("llama"), SOME)
+    model.train()
+    model.model.layers[1].eval()
+    model.model.layers[2].mlp.up_proj.weight.requires_grad_(False)
+    modes = [module.training for module in model.modules()]
+    trainable = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    with torch.no_grad():
+        compensate(model, tokens(model, rows=8, length=32))
+    kept = [m.training for n, m in model.named_modules() if "stock_query" not in n]
+    assert kept == modes
+    found = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    assert found == trainable
+
+
+def test_a_dead_head_is_no_obstacle() -> None:
+    model: Any = lively("llama")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[:16] = 0
+    patch_model(model, SOME)
+    compensate(model, tokens(model, rows=8, length=32))
+    assert torch.isfinite(model.model.layers[1].self_attn.q_proj.weight).all()

@@ -217,3 +217,12 @@ def test_two_adapters_and_a_merged_one_follow_the_plan():
     for name in ("default", "other"):
         model.set_adapter(name)
         assert difference(logits(model), wanted[name]) <= atol("merge")
+
+
+def test_peft_saves_an_adapter_of_a_model_that_was_loaded_and_patched(tmp_path: Path) -> None:
+    """PEFT reads the config of the base through the class of the live model's config."""
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    model = hf_posenc.patch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), "nope")
+    lora = peft.LoraConfig(r=2, target_modules=["v_proj"], task_type="CAUSAL_LM")
+    peft.get_peft_model(model, lora).save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from hf_posenc.losses import chunk_tokens, chunked_sum, kl
 from hf_posenc.model_spec import ModelSpec
 from hf_posenc.plan import LayerPlan, PositionPlan
 from hf_posenc.runtime.patch import patch_model, unpatch_model
-from hf_posenc.schemes.pairs import drop_rotation
+from hf_posenc.schemes.pairs import drop_rotation, keep_pairs
 
 
 class Damage:
@@ -34,9 +33,13 @@ class Damage:
         plan = PositionPlan(tuple(layers), base=self.spec.fingerprint)
         patch_model(self.model, plan)
         try:
-            converted = self._states()
+            return self.now()
         finally:
             unpatch_model(self.model)
+
+    def now(self) -> float:
+        """The KL of the model as it stands."""
+        converted = self._states()
         total = 0.0
         for mine, goal in zip(converted, self.reference, strict=True):
             total += self._divergence(mine, goal)
@@ -73,10 +76,4 @@ class Damage:
 
 def without_pairs(layers: Sequence[LayerPlan], pairs: set[int]) -> list[LayerPlan]:
     """`layers` with the pairs `pairs` unrotated in all of them."""
-    return [
-        replace(
-            layer,
-            inv_freq=tuple(0.0 if i in pairs else value for i, value in enumerate(layer.inv_freq)),
-        )
-        for layer in layers
-    ]
+    return [keep_pairs(k, set(range(len(k.inv_freq))) - pairs) for k in layers]

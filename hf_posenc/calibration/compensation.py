@@ -9,6 +9,7 @@ see.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,13 +18,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_posenc.calibration.ablation import Damage
+from hf_posenc.calibration.measure import at_rest, checked_rows
 from hf_posenc.calibration.probe import PairFeatures, Seen, causal, probing
 from hf_posenc.errors import PosencError
 from hf_posenc.model_spec import ModelSpec
-from hf_posenc.plan import PositionPlan
+from hf_posenc.plan import LayerPlan, PositionPlan
 from hf_posenc.runtime import families
 from hf_posenc.runtime.gains import check_gains, query_projection
-from hf_posenc.runtime.patch import base_of, get_plan, patch_model, unpatch_model
+from hf_posenc.runtime.patch import (
+    apply_plan,
+    base_of,
+    get_plan,
+    patch_model,
+    unpatch_model,
+)
+from hf_posenc.schemes.pairs import drop_rotation, keep_pairs
 
 QUERIES = 64  # per row
 RIDGE = 1e-2
@@ -37,26 +47,43 @@ Gain = Tensor  # complex [H, F]; 1 where nothing is gained
 def compensate(model: Any, rows: Tensor, *, seed: int = 0) -> Any:
     """Fold gains into the queries of a patched model, in place, for the pairs its plan dropped.
 
-    rows  token ids [N, T], a few thousand tokens in all, held at once (`calibration_rows`)
+    rows  token ids [N, T], a few thousand tokens in all, held at once (`calibration_rows`); the
+          last quarter of them judges what is fitted to the others
     The model runs no slower. It keeps the base's own q_proj rows of the layers that change, also
     in its checkpoint: `unpatch_model` and `unpatched` give back the bitwise original.
-    Errors: `PosencError` before anything changes: a model that is not patched, whose plan drops no
-    pair or re-orders features, that is compensated already, carries an adapter, or norms queries
-    per head after q_proj, which undoes a gain.
+    Errors: `PosencError`, the model as it was before: one that is not patched, whose plan does more
+    than drop pairs, that is compensated already, carries an adapter, or norms queries after q_proj,
+    which undoes a gain; and where the gains do not bring its output closer to the base's.
     """
     plan = get_plan(model)
     if plan is None:
         raise PosencError(f"{type(model).__name__} is not patched; call patch_model first")
     if base_of(model) is not model:
         raise PosencError("the model carries an adapter; compensate first, attach it afterwards")
-    marked = compensable(model, plan)
+    marked, batch = compensable(model, plan), checked_rows(rows, model)
     unpatch_model(model)
-    gains: dict[int, Gain] = {}
+    helped = False
     try:
-        gains = query_gains(model, rows, plan, seed=seed)
+        with at_rest(model):
+            # Fitted on some rows, judged on others.
+            apart = len(batch) // 4
+            damage = Damage(model, batch[len(batch) - apart :] if apart else batch)
+            before = damage.of(plan.layers)
+            gains = query_gains(model, batch[: len(batch) - apart], plan, seed=seed)
+            apply_plan(model, marked, damage.spec)
+            fold_gains(model, gains)
+            after = damage.now()
+        helped = after < before
     finally:
-        patch_model(model, marked if gains else plan)
-    fold_gains(model, gains)
+        if not helped:
+            if get_plan(model) is not None:
+                unpatch_model(model)
+            patch_model(model, plan)
+    if not helped:
+        raise PosencError(
+            f"{plan.label}: gains do not help this model (KL {before:.4g} without, {after:.4g} "
+            "with, nats per token on these rows); it was left without"
+        )
     return model
 
 
@@ -75,10 +102,34 @@ def compensable(model: Any, plan: PositionPlan) -> PositionPlan:
         )
     if not losing:
         raise PosencError(f"{plan.label} drops no pair, so there is nothing to compensate")
+    if plan.embedding is not None or any(
+        not _same(_without(own, gone), new)
+        for own, new, gone in zip(spec.layers, plan.layers, _lost(spec, plan), strict=True)
+    ):
+        raise PosencError(
+            f"{plan.label} changes more than which pairs turn (windows, scales, biases, bases); "
+            "gains are fitted to the base's own attention"
+        )
     layers = tuple(replace(k, gained=i in losing) for i, k in enumerate(plan.layers))
     marked = replace(plan, layers=layers)
     check_gains(families.attentions_of(families.decoder_of(model)), marked)
     return marked
+
+
+def _without(own: LayerPlan, gone: list[bool]) -> LayerPlan:
+    """The base's layer with some pairs dropped and nothing else changed."""
+    if all(gone):
+        return drop_rotation(own)
+    return keep_pairs(own, {pair for pair, lost in enumerate(gone) if not lost})
+
+
+def _same(wanted: LayerPlan, found: LayerPlan) -> bool:
+    """Equal but for the last bits of frequencies: a narrower table may be rounded another way."""
+    close = [
+        math.isclose(a, b, rel_tol=1e-6)
+        for a, b in zip(wanted.inv_freq, found.inv_freq, strict=True)
+    ]
+    return all(close) and replace(found, inv_freq=wanted.inv_freq) == wanted
 
 
 def _lost(spec: ModelSpec, plan: PositionPlan) -> list[list[bool]]:
@@ -166,7 +217,8 @@ def _fitted(seen: Seen, lost: Tensor, queries: Tensor, ridge: float) -> Gain:
         left = (root * parts).flatten(0, -2).double()
         right = (root * missing).flatten(0, -2).double()
         normal = left.T @ left
-        normal.diagonal().add_(ridge * normal.diagonal().mean())
+        # The tiny constant is for heads whose queries or keys are all zero.
+        normal.diagonal().add_(ridge * normal.diagonal().mean() + 1e-12)
         change = torch.linalg.solve(normal, left.T @ right)[:, 0].float()
         count = int(lost.sum())
         result[head, lost] = torch.complex(1 + change[:count], change[count:])

@@ -19,7 +19,7 @@ from hf_posenc.calibration.scores import norms, score_changes
 from hf_posenc.errors import PosencError, did_you_mean
 from hf_posenc.head import checked_head, last_hidden_state
 from hf_posenc.model_spec import ModelSpec
-from hf_posenc.runtime.patch import get_plan
+from hf_posenc.runtime.patch import base_of, get_plan
 
 Progress = Callable[[float, str], None]
 
@@ -48,12 +48,11 @@ def calibrate(
     Errors: `PosencError` for a converted model, no rows, ragged rows, an unknown statistic.
     """
     wanted = _checked(statistics)
-    if get_plan(model) is not None:
-        raise PosencError(
-            "the model is converted already; calibrate the unconverted model (unpatch_model)"
-        )
+    check_unconverted(model)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise PosencError(f"seed={seed!r} must be a whole number from 0 to 2**63 - 1")
     spec = ModelSpec.from_model(model)
-    batch = checked_rows(rows)
+    batch = checked_rows(rows, model)
     report = progress or (lambda share, text: None)
     started = time.perf_counter()
     with at_rest(model):
@@ -179,9 +178,28 @@ def _checked(statistics: Sequence[str]) -> list[str]:
     return [name for name in STATISTICS if name in names]
 
 
-def checked_rows(rows: Iterable[Tensor]) -> Tensor:
-    """All rows as one tensor [N, T]. Errors: `PosencError` for none, or of several lengths."""
-    found = [row if row.ndim == 2 else row[None] for row in rows]
+def check_unconverted(model: Any) -> None:
+    """Refuse a model that carries a plan or an adapter. Errors: `PosencError`."""
+    if base_of(model) is not model:
+        raise PosencError("the model carries an adapter; measure the model without it")
+    if get_plan(model) is not None:
+        raise PosencError(
+            "the model is converted already; measure the unconverted model (unpatch_model)"
+        )
+
+
+def checked_rows(rows: Any, model: Any) -> Tensor:
+    """All rows as one tensor [N, T].
+
+    Errors: `PosencError` for none, rows of several lengths, or what are no token ids of the model.
+    """
+    try:
+        given = [torch.as_tensor(row) for row in (rows[None] if _flat(rows) else rows)]
+    except (TypeError, ValueError, RuntimeError):
+        given = []
+    found = [row if row.ndim == 2 else row[None] for row in given]
+    if any(row.ndim != 2 or row.is_floating_point() for row in found):
+        raise PosencError("calibration rows are token ids, int64 [T] or [B, T]")
     if not found or not sum(row.numel() for row in found):
         raise PosencError("no rows to calibrate on; give a few thousand tokens of text")
     lengths = sorted({row.shape[1] for row in found})
@@ -189,7 +207,17 @@ def checked_rows(rows: Iterable[Tensor]) -> Tensor:
         raise PosencError(f"calibration rows are of lengths {lengths}; give rows of one length")
     if lengths[0] < 2:
         raise PosencError("calibration rows are 1 token long; give rows of some hundred tokens")
-    return torch.cat(found)
+    result = torch.cat(found)
+    words = model.get_input_embeddings().num_embeddings
+    if result.min() < 0 or result.max() >= words:
+        raise PosencError(
+            f"calibration rows hold token {int(result.max())}; the model knows 0 to {words - 1}"
+        )
+    return result
+
+
+def _flat(rows: Any) -> bool:
+    return isinstance(rows, Tensor) and rows.ndim == 1 and rows.numel() > 0
 
 
 def _batches(rows: Tensor) -> Iterator[tuple[float, Tensor]]:
@@ -201,12 +229,15 @@ def _batches(rows: Tensor) -> Iterator[tuple[float, Tensor]]:
 @contextmanager
 def at_rest(model: Any) -> Iterator[None]:
     """Evaluation mode and frozen weights inside the block; both as before afterwards."""
-    training, trainable = model.training, no_gradients(model)
+    modes = [(module, module.training) for module in model.modules()]
+    trainable = no_gradients(model)
     model.eval()
     try:
-        yield
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
     finally:
-        model.train(training)
+        for module, training in modes:
+            module.training = training
         for parameter in trainable:
             parameter.requires_grad_(True)
 

@@ -20,6 +20,7 @@ from hf_posenc.model_spec import ModelSpec
 from hf_posenc.runtime import families
 
 PROBE = "posenc_probe"
+_UNKNOWN = ("softcap", "s_aux", "position_bias")  # what attention does beyond a softmax of scores
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,12 @@ def probing(model: Any, attend: Attend) -> Iterator[None]:
     ) -> tuple[Tensor, None]:
         layer = index_of[id(module)]
         reached.add(layer)
+        for name in _UNKNOWN:
+            if kwargs.get(name) is not None:
+                raise PosencError(
+                    f"{spec.family} cannot be probed: its attention has a {name}, which hf_posenc "
+                    "does not compute here; calibrate by ablation alone (statistics=['ablation'])"
+                )
         still_query, still_key = query, key
         # A layer without rotation is handed a table all the same, and does not use it.
         if spec.layers[layer].rotated:

@@ -164,7 +164,7 @@ class Calibration:
                 heads={name: _finite(name, v, 3) for name, v in value["heads"].items()},
                 provenance=dict(value["provenance"]),
             )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise PosencError(
                 f"not a calibration ({type(error).__name__}: {error}); make one with "
                 "`hf-posenc calibrate`"

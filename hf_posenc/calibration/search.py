@@ -9,11 +9,10 @@ from typing import Any, Literal
 from torch import Tensor
 
 from hf_posenc.calibration.ablation import Damage, without_pairs
-from hf_posenc.calibration.measure import Progress, at_rest, checked_rows
+from hf_posenc.calibration.measure import Progress, at_rest, check_unconverted, checked_rows
 from hf_posenc.errors import PosencError
 from hf_posenc.model_spec import ModelSpec
 from hf_posenc.plan import LayerPlan
-from hf_posenc.runtime.patch import get_plan
 from hf_posenc.schemes import Scheme, make_scheme
 from hf_posenc.schemes.options import check_choice, check_integer
 from hf_posenc.schemes.pairs import drop_rotation
@@ -57,17 +56,17 @@ def plan_search(
     index. Errors: `PosencError` for a converted model, no rows, or a budget out of range.
     """
     check_budget(ModelSpec.from_model(model), drop, unit, shortlist)
-    if get_plan(model) is not None:
-        raise PosencError("the model is converted already; search on the unconverted model")
-    batch = checked_rows(rows)
+    check_unconverted(model)
+    batch = checked_rows(rows, model)
     report = progress or (lambda share, text: None)
     with at_rest(model):
         damage = Damage(model, batch)
         spec = damage.spec
         total = spec.num_layers if unit == "layers" else spec.num_frequencies
+        candidates = _droppable(spec) if unit == "layers" else list(range(total))
         found = _greedy(
             lambda gone: damage.of(_dropped(spec.layers, unit, gone)),
-            total,
+            candidates,
             drop,
             shortlist,
             report,
@@ -84,21 +83,26 @@ def check_budget(spec: ModelSpec, drop: int, unit: str, shortlist: int) -> None:
     """Refuse a budget that the model `spec` describes does not have. Errors: `PosencError`."""
     check_choice("unit", unit, ("layers", "pairs"))
     check_integer("shortlist", shortlist, at_least=1)
-    most = spec.num_layers if unit == "layers" else spec.num_frequencies - 1
+    most = len(_droppable(spec)) if unit == "layers" else spec.num_frequencies - 1
     if isinstance(drop, bool) or not isinstance(drop, int) or not 1 <= drop <= most:
         raise PosencError(f"drop={drop!r} is out of range; use 1 to {most} {unit}")
 
 
+def _droppable(spec: ModelSpec) -> list[int]:
+    """Layers that the checkpoint rotates."""
+    return [index for index, layer in enumerate(spec.layers) if layer.rotated]
+
+
 def _greedy(
     cost: Callable[[set[int]], float],
-    total: int,
+    candidates: list[int],
     drop: int,
     shortlist: int,
     report: Progress,
     unit: str,
 ) -> tuple[SearchStep, ...]:
-    last_seen = dict.fromkeys(range(total), 0.0)
-    trials = total + (drop - 1) * min(shortlist, total)
+    last_seen = dict.fromkeys(candidates, 0.0)
+    trials = len(candidates) + (drop - 1) * min(shortlist, len(candidates))
     tried = 0
     steps: list[SearchStep] = []
     while len(steps) < drop:

@@ -153,6 +153,12 @@ def _plan_table(plan: PositionPlan) -> str:
     ]
     if (choice := choice_text(plan)) is not None:
         lines.append(f"- {_code(choice)}")
+    if plan.gained:
+        lines.append(
+            "- the weights are not the base's alone: `q_proj` of the layers marked below carries "
+            "gains for the pairs that lost their rotation; the base's rows lie beside it "
+            "(`stock_query`)"
+        )
     if plan.embedding is not None:
         lines.append(f"- added to the token embeddings: {part_text(plan.embedding)}")
     return "\n".join(lines) + "\n\n" + _table(header, rows)
@@ -165,9 +171,7 @@ def _base_lines(base: Origin) -> str:
 
 def _healing_text(healing: Mapping[str, Any] | None) -> str:
     if not healing:
-        return (
-            "None. The weights are the base's; where the plan asks for it, q/k rows are re-ordered."
-        )
+        return "None. The weights are the base's, but for what the plan above asks of q and k."
     objective = healing.get("objective")
     first, gentle = healing.get("first"), healing.get("gentle")
     facts = {

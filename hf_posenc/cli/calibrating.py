@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from hf_posenc.cli.options import (
     RowTokensOption,
     TextsOption,
     TokensOption,
+    check_row_tokens,
     checked_dtype,
 )
 from hf_posenc.errors import PosencError, did_you_mean
@@ -33,7 +35,9 @@ def calibrate(
         str, typer.Option("--statistics", metavar="NAMES", help="What to measure, with commas.")
     ] = ",".join(STATISTICS),
     dtype: DtypeOption = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of what is sampled.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, max=2**32 - 1, help="Of what is sampled.")
+    ] = 0,
 ) -> None:
     """Measure which layers and pairs of a model miss their rotation least.
 
@@ -41,8 +45,7 @@ def calibrate(
     select=score. Only the sources' training parts are read.
     """
     wanted, names = checked_dtype(dtype), _parse_statistics(statistics)
-    if out.exists():
-        raise PosencError(f"{out}: exists; remove it or choose another file")
+    _check_out(out)
     from hf_posenc.calibration.tables import layer_table, pair_heat
     from hf_posenc.calibration.text import calibration_rows
     from hf_posenc.calibration.watched import calibrate_watched
@@ -51,10 +54,7 @@ def calibrate(
     from hf_posenc.sources import load_pretrained, load_tokenizer
 
     spec, _ = read_plan(model, as_scheme("rope"))  # which a converted model refuses
-    if row_tokens > spec.max_positions:
-        raise PosencError(
-            f"--row-tokens {row_tokens} exceeds the model's {spec.max_positions} positions"
-        )
+    check_row_tokens(row_tokens, spec)
     sources = tuple(texts or DEFAULT_SOURCES)
     rows = calibration_rows(
         load_tokenizer(model), tokens=tokens, row_tokens=row_tokens, sources=sources
@@ -70,6 +70,15 @@ def calibrate(
     if (heat := pair_heat(found)) is not None:
         screen().print(heat)
     print(out)
+
+
+def _check_out(out: Path) -> None:
+    """Refuse a file that cannot be written before anything is measured."""
+    if out.exists():
+        raise PosencError(f"{out}: exists; remove it or choose another file")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(out.parent, os.W_OK):
+        raise PosencError(f"{out}: its folder cannot be written to; choose another file")
 
 
 def _parse_statistics(text: str) -> list[str]:
@@ -108,8 +117,7 @@ def search(
     --scheme-file.
     """
     wanted = checked_dtype(dtype)
-    if out.exists():
-        raise PosencError(f"{out}: exists; remove it or choose another file")
+    _check_out(out)
     from hf_posenc.calibration.search import check_budget, plan_search
     from hf_posenc.calibration.text import calibration_rows
     from hf_posenc.calibration.watched import progress_bar
@@ -120,6 +128,7 @@ def search(
 
     spec, _ = read_plan(model, as_scheme("rope"))  # which a converted model refuses
     check_budget(spec, drop, unit, shortlist)
+    check_row_tokens(row_tokens, spec)
     sources = tuple(texts or DEFAULT_SOURCES)
     rows = calibration_rows(
         load_tokenizer(model), tokens=tokens, row_tokens=row_tokens, sources=sources

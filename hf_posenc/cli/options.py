@@ -12,6 +12,7 @@ import yaml
 
 from hf_posenc.calibration.text import DEFAULT_SOURCES
 from hf_posenc.errors import PosencError, did_you_mean
+from hf_posenc.model_spec import ModelSpec
 from hf_posenc.schemes import as_scheme, list_schemes
 from hf_posenc.schemes.base import Scheme
 
@@ -141,6 +142,14 @@ def checked_dtype(dtype: str | None) -> str | None:
     if dtype is not None and dtype not in DTYPES:
         raise PosencError(f"--dtype {dtype!r} is unknown; {did_you_mean(dtype, DTYPES)}")
     return dtype
+
+
+def check_row_tokens(row_tokens: int, spec: ModelSpec) -> None:
+    """Refuse rows that the model cannot read. Errors: `PosencError`."""
+    if row_tokens > spec.max_positions:
+        raise PosencError(
+            f"--row-tokens {row_tokens} exceeds the model's {spec.max_positions} positions"
+        )
 
 
 def parse_lengths(text: str | None) -> list[int] | None:

@@ -21,6 +21,7 @@ from hf_posenc.cli.options import (
     SetOption,
     TextsOption,
     TokensOption,
+    check_row_tokens,
     checked_calibration,
     checked_dtype,
     chosen_scheme,
@@ -120,7 +121,9 @@ def convert(
     from hf_posenc.sources import load_pretrained, load_tokenizer
 
     _require_new(out)
-    _, plan = read_plan(model, chosen, measured)
+    spec, plan = read_plan(model, chosen, measured)
+    if compensate:
+        check_row_tokens(row_tokens, spec)
     if wanted is None and not plan.adds_parameters and not compensate:
         convert_checkpoint(model, out, plan, resume=resume)
         say(f"{plan.label}; load it with hf_posenc.load_model({str(out)!r})")

@@ -41,6 +41,9 @@ def config_class(family: str) -> Any:
         name = f"Posenc{stock.__name__}"
 
         def from_dict(cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+            if "posenc" not in config_dict and config_dict.get("model_type") == family:
+                # PEFT asks the class of a live model's config to read the base it was loaded from.
+                return stock.from_dict(config_dict, **kwargs)
             _read_plan(config_dict)  # before validators that would wrap what it says
             return super(made, cls).from_dict(config_dict, **kwargs)
 

@@ -61,7 +61,7 @@ def patch_model(
     plan = build_plan(scheme, options, spec, calibration)
     check_plan(base, plan, spec)
     check_family(base, plan, spec)
-    _apply(base, plan, spec)
+    apply_plan(base, plan, spec)
     return model
 
 
@@ -145,7 +145,7 @@ def build_plan(
         given = sorted(options) if calibration is None else ["calibration", *sorted(options)]
         if given:
             raise PosencError(f"options {given} have no effect on a finished plan")
-        return scheme
+        return scheme.without_gains()  # gains lie in the weights of the model they were made for
     if options and not isinstance(scheme, str):
         raise PosencError(f"options {sorted(options)} go into the scheme, or use its name")
     measured = None if calibration is None else Calibration.read(calibration)
@@ -175,7 +175,8 @@ def _check_unwrapped(model: Any, installed: Installation) -> None:
         )
 
 
-def _apply(model: Any, plan: PositionPlan, spec: ModelSpec) -> None:
+def apply_plan(model: Any, plan: PositionPlan, spec: ModelSpec) -> None:
+    """Put a plan that has been checked on an unpatched model."""
     install(model, plan, spec)
     permute_model(families.attentions_of(families.decoder_of(model)), plan)
     auto.reorder_on_save(model, True)
