@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_model
+from tiny_runs import save_texts
+from tiny_tokenizer import tiny_tokenizer
 from torch import Tensor
 from torch.nn import functional
 
 from hf_posenc import ModelSpec, PosencError, patch_model, unpatch_model
-from hf_posenc.calibration import Calibration, calibrate, plan_search
+from hf_posenc.calibration import Calibration, calibrate, calibration_rows, plan_search
 from hf_posenc.calibration.gradients import Gates
 from hf_posenc.calibration.probe import Seen, probing
 
@@ -338,3 +341,18 @@ def test_search_leaves_out_layers_that_do_not_turn() -> None:
     assert sorted(step.dropped for step in found.steps) == turning
     with pytest.raises(PosencError, match=f"use 1 to {len(turning)} layers"):
         plan_search(model, rows, drop=len(turning) + 1)
+
+
+def test_calibration_rows_are_whole_rows_of_each_source(tmp_path: Path) -> None:
+    texts = save_texts(tmp_path / "texts")
+    rows = calibration_rows(tiny_tokenizer(), tokens=200, row_tokens=64, sources=str(texts))
+    assert rows.shape == (3, 64) and rows.dtype == torch.int64
+    again = calibration_rows(tiny_tokenizer(), tokens=192, row_tokens=64, sources=[str(texts)])
+    assert torch.equal(rows, again)
+    heldout = tiny_tokenizer()((texts / "0.txt").read_text())["input_ids"]
+    assert rows[0].tolist() != heldout[:64], "the first file is held out"
+    for sources, message in (([], "no text"), ("  ", "is empty"), (str(tmp_path / "x"), "x")):
+        with pytest.raises(PosencError, match=message):
+            calibration_rows(tiny_tokenizer(), tokens=128, row_tokens=64, sources=sources)
+    with pytest.raises(PosencError, match="at least one row"):
+        calibration_rows(tiny_tokenizer(), tokens=10, row_tokens=64, sources=str(texts))

@@ -19,7 +19,7 @@ def calibration_rows(
     *,
     tokens: int = 4096,
     row_tokens: int = 512,
-    sources: Sequence[str] = DEFAULT_SOURCES,
+    sources: str | Sequence[str] = DEFAULT_SOURCES,
 ) -> Tensor:
     """Whole rows [N, row_tokens] of running text, `tokens` in all, taken from the sources in turn.
 
@@ -31,6 +31,7 @@ def calibration_rows(
             f"{tokens} tokens in rows of {row_tokens}: give rows of at least 2 tokens, and tokens "
             "for at least one row"
         )
+    sources = (sources,) if isinstance(sources, str) else sources
     if not sources:
         raise PosencError("no text to calibrate on; give at least one source")
     count = tokens // row_tokens

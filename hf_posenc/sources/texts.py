@@ -73,6 +73,8 @@ def iter_texts(
     them, `hub:owner/name[:config][:split][:field]` (streamed). `field` is the key that holds the
     text in JSONL. `max_documents` counts documents of the split. Errors: `PosencError`.
     """
+    if not source.strip():
+        raise PosencError(f"text source {source!r} is empty; use {_FORMS}")
     if split not in ("all", "train", "heldout"):
         hint = did_you_mean(split, ("all", "train", "heldout"))
         raise PosencError(f"unknown split {split!r}: {hint}")
