@@ -48,7 +48,7 @@ def compensate(model: Any, rows: Tensor, *, seed: int = 0) -> Any:
     """Fold gains into the queries of a patched model, in place, for the pairs its plan dropped.
 
     rows  token ids [N, T], a few thousand tokens in all, held at once (`calibration_rows`); the
-          last quarter of them judges what is fitted to the others
+          fourth, eighth, ... row judges what is fitted to the others
     The model runs no slower. It keeps the base's own q_proj rows of the layers that change, also
     in its checkpoint: `unpatch_model` and `unpatched` give back the bitwise original.
     Errors: `PosencError`, the model as it was before: one that is not patched, whose plan does more
@@ -66,10 +66,10 @@ def compensate(model: Any, rows: Tensor, *, seed: int = 0) -> Any:
     try:
         with at_rest(model):
             # Fitted on some rows, judged on others.
-            apart = len(batch) // 4
-            damage = Damage(model, batch[len(batch) - apart :] if apart else batch)
+            judges = torch.arange(len(batch)) % 4 == 3
+            damage = Damage(model, batch[judges] if judges.any() else batch)
             before = damage.of(plan.layers)
-            gains = query_gains(model, batch[: len(batch) - apart], plan, seed=seed)
+            gains = query_gains(model, batch[~judges], plan, seed=seed)
             apply_plan(model, marked, damage.spec)
             fold_gains(model, gains)
             after = damage.now()
