@@ -23,7 +23,9 @@ def damage_sections(results: Path) -> Lines:
         lines += _zero_shot(read_json(path))
     rows = [read_json(p) for p in sorted((results / "smollm2_heal_choices").glob("*.json"))]
     if rows:
-        lines += _healed(rows)
+        grid = read_json(results / "smollm2_heal_grid.json")["rows"]
+        # The same windows, dtype and model.
+        lines += _healed(rows, next(row["before"] for row in grid if row["scheme"] is None))
     rows = [read_json(p) for p in sorted((results / "smollm2_long_context").glob("*.json"))]
     if rows:
         lines += _long_context({row["row"]: row for row in rows})
@@ -117,7 +119,7 @@ def _label(row: dict[str, Any]) -> str:
     return scheme_label(row["scheme"]) + (", compensated" if row.get("compensated") else "")
 
 
-def _healed(rows: list[dict[str, Any]]) -> Lines:
+def _healed(rows: list[dict[str, Any]], stock: dict[str, float]) -> Lines:
     controls = {
         (row["heal"]["tokens"], tuple(row["changes"])): row["after"]
         for row in rows
@@ -134,7 +136,6 @@ def _healed(rows: list[dict[str, Any]]) -> Lines:
         for row in rows:
             if row["heal"]["tokens"] != tokens:
                 continue
-            stock = _stock(rows)
             ce = "ce" in row["objective"]
             goal = controls.get((tokens, tuple(row["changes"]))) if ce else stock
             if row["scheme"] is None:
@@ -172,11 +173,6 @@ def _healed(rows: list[dict[str, Any]]) -> Lines:
         "work beside it, and without the teacher's pass where its states were kept from an "
         f"earlier row: compare them with care. {provenance_text(rows[0]['provenance'])}\n",
     ]
-
-
-def _stock(rows: list[dict[str, Any]]) -> dict[str, float]:
-    loss: dict[str, float] = next(row["before"] for row in rows if row["scheme"] is None)
-    return loss
 
 
 def _long_context(rows: dict[str, dict[str, Any]]) -> Lines:
