@@ -158,7 +158,7 @@ def test_an_export_has_the_gains_in_its_weights(scheme: dict[str, Any], tmp_path
         (lambda: lively("llama"), "not patched"),
         (lambda: patch_model(lively("llama"), "rope"), "drops no pair"),
         (lambda: patch_model(lively("llama"), "partial", pairs="raw"), "re-orders features"),
-        (lambda: patch_model(lively("qwen3"), "nope"), "norms q per head"),
+        (lambda: patch_model(lively("qwen3"), "nope"), "norms q after"),
         (lambda: compensated("llama", SOME), "compensated already"),
         (lambda: patch_model(lively("llama"), "rnope_swa", window=8), "more than which pairs"),
         (lambda: patch_model(lively("llama"), "dual", every=2, p_global=0.5), "more than which"),

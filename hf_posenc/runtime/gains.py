@@ -44,7 +44,7 @@ def attach_stock_queries(attentions: list[nn.Module], plan: PositionPlan) -> Non
 def check_gains(attentions: list[nn.Module], plan: PositionPlan) -> None:
     """Refuse, before anything changes, layers whose queries cannot carry a gain.
 
-    Errors: `PosencError` for fused or quantised projections, and for a norm per head after q_proj,
+    Errors: `PosencError` for fused or quantised projections, and for a norm after q_proj,
     which undoes a gain.
     """
     for index in gained(plan.layers):
@@ -54,8 +54,7 @@ def check_gains(attentions: list[nn.Module], plan: PositionPlan) -> None:
             raise PosencError(f"{where} has no q_proj to fold gains into; leave compensation out")
         if getattr(attention, "q_norm", None) is not None:
             raise PosencError(
-                f"{where} norms q per head after q_proj, which undoes a gain; leave compensation "
-                "out"
+                f"{where} norms q after q_proj, which undoes a gain; leave compensation out"
             )
         weight = query_projection(attention).weight
         if not weight.is_floating_point() or weight.element_size() < 2:
