@@ -11,6 +11,29 @@ from hf_posenc.plan import scheme_label
 
 Lines = list[str]
 
+READING = """## What helped, and what did not
+
+Read off the tables above; one model, one seed where nothing else is said, few tokens.
+
+- Choosing layers by measured ablation cost less than a third of what every fourth layer cost, and
+  less than half after healing. The same number of layers by `norm` was hardly better than every
+  fourth.
+- `score` per layer is the best choice of pairs by far at .5 and .25, zero-shot and healed. Spread
+  evenly over the layers it beats the fastest pairs at .5 and loses to them below: it is a
+  second-order estimate, and dropping most pairs is no small change.
+- `sensitivity` ranks single pairs well and chooses sets of them no better than "the fastest".
+- The 2-norm (`norm`) is the worst guide here: it ranks pairs the wrong way round. The pairs that
+  weigh most are slow ones, whose rotation over a thousand tokens is small.
+- Compensation takes away part of the zero-shot damage of layers without rotation, does nothing for
+  `p_rope`, and is of no use before a healing.
+- Whole q, k, v, o instead of LoRA of rank 16: no better after the same tokens, at 14 times the
+  parameters.
+- No rotation anywhere stays far behind after so few tokens.
+- RoPE under a window with global NoPE layers keeps its loss flat beyond the trained length, where
+  the unconverted model falls apart; but trained this briefly it finds no needle, and YaRN, trained
+  on the same tokens, is better at both.
+"""
+
 
 def damage_sections(results: Path) -> Lines:
     """Every section whose result files are there."""
@@ -29,6 +52,7 @@ def damage_sections(results: Path) -> Lines:
     rows = [read_json(p) for p in sorted((results / "smollm2_long_context").glob("*.json"))]
     if rows:
         lines += _long_context({row["row"]: row for row in rows})
+        lines.append(READING)
     return lines
 
 
