@@ -28,7 +28,9 @@ Read off the tables above; one model, one seed where nothing else is said, few t
   `p_rope`, and is of no use before a healing.
 - Whole q, k, v, o instead of LoRA of rank 16: no better after the same tokens, at 14 times the
   parameters.
-- No rotation anywhere stays far behind after so few tokens.
+- Hidden states first, then kl: about the same as kl alone on every fourth layer.
+- No rotation anywhere stays far behind after so few tokens, and further behind when the layers lose
+  it one by one over half of the steps, most harmless first: fewer steps at the goal.
 - RoPE under a window with global NoPE layers keeps its loss flat beyond the trained length, where
   the unconverted model falls apart; but trained this briefly it finds no needle, and YaRN, trained
   on the same tokens, is better at both.
