@@ -21,11 +21,12 @@ Read off the tables above; one model, one seed where nothing else is said, few t
 - `score` per layer is the best choice of pairs by far at .5 and .25, zero-shot and healed. Spread
   evenly over the layers it beats the fastest pairs at .5 and loses to them below: it is a
   second-order estimate, and dropping most pairs is no small change.
-- `sensitivity` ranks single pairs well and chooses sets of them no better than "the fastest".
+- `sensitivity` ranks single pairs well; the sets it chooses for all layers alike are no better than
+  the fastest pairs, and per layer it comes second to `score`.
 - The 2-norm (`norm`) is the worst guide here: it ranks pairs the wrong way round. The pairs that
   weigh most are slow ones, whose rotation over a thousand tokens is small.
-- Compensation takes away part of the zero-shot damage of layers without rotation, does nothing for
-  `p_rope`, and is of no use before a healing.
+- Compensation takes away part of the zero-shot damage of layers without rotation, did nothing for
+  the fastest half of the pairs, and is of no use before a healing.
 - Whole q, k, v, o instead of LoRA of rank 16: no better after the same tokens, at 14 times the
   parameters.
 - Hidden states first, then kl: about the same as kl alone on every fourth layer.
