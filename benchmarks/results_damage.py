@@ -27,8 +27,8 @@ Read off the tables above; one model, one seed where nothing else is said, few t
   weigh most are slow ones, whose rotation over a thousand tokens is small.
 - Compensation takes away part of the zero-shot damage of layers without rotation, did nothing for
   the fastest half of the pairs, and is of no use before a healing.
-- Whole q, k, v, o instead of LoRA of rank 16: no better after the same tokens, at 14 times the
-  parameters.
+- Whole q, k, v, o instead of LoRA of rank 16: no better after the same tokens, with many
+  times the parameters.
 - Hidden states first, then kl: about the same as kl alone on every fourth layer.
 - No rotation anywhere stays far behind after so few tokens, and further behind when the layers lose
   it one by one over half of the steps, most harmless first: fewer steps at the goal.

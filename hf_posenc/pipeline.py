@@ -89,8 +89,7 @@ def run(recipe: Recipe, out: Path | str, *, say: Say = print) -> RunFolder:
     done = (converted / "config.json").is_file()
     model = load_pretrained(str(converted) if done else recipe.model, dtype=recipe.dtype)
     if plan is not None and recipe.heal.tokens and recipe.heal.gentle is not None:
-        gained = compensable(model, plan) if recipe.compensate and not done else plan
-        Transition.of(gained, spec.layers, recipe.heal.gentle)
+        Transition.of(plan, spec.layers, recipe.heal.gentle)
     if text is not None and plan is not None and not done:
         compensable(model, plan)
     _estimate(recipe, out, model, tasks, 0 if unseen is None else unseen.numel(), say)

@@ -90,3 +90,21 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setenv("HF_POSENC_CACHE", str(folder))
     return folder
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run a command line in an empty folder; results carry stdout, stderr and exit code."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.delenv("HF_POSENC_DEBUG", raising=False)
+
+    def run(*arguments: object) -> Any:
+        # Here, since the package must see the environment set above.
+        from typer.testing import CliRunner
+
+        from hf_posenc.cli import app
+
+        return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+    return run

@@ -44,18 +44,6 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture
-def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.delenv("HF_POSENC_DEBUG", raising=False)
-
-    def run(*arguments: object) -> Any:
-        return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-    return run
-
-
 def harmless(path: Path, count: int = 2) -> list[int]:
     return list(Calibration.load(path).harmless_layers(count))
 
@@ -306,3 +294,17 @@ def test_search_writes_a_scheme_that_convert_reads(call: Any, disk: Path, tmp_pa
         refused(call("search", disk / "model", "x.yaml", *asked), unit)
     refused(call("search", tmp_path / "out", "x.yaml", "--drop", 1, *source), "converted")
     assert not (tmp_path / "x.yaml").exists()
+
+
+def test_what_cannot_end_well_is_refused_before_it_begins(call: Any, disk: Path) -> None:
+    """A file for a folder, rows beyond the model: found before anything is loaded or written."""
+    texts = ("--texts", disk / "texts")
+    below = disk / "made.json" / "x.json"
+    refused(call("calibrate", disk / "model", below, *SMALL, *texts), "no folder to write to")
+    long = ("--tokens", 2048, "--row-tokens", 1024)
+    for command in (("calibrate",), ("search", "--drop", 1)):
+        refused(call(*command, disk / "model", "new/x", *long, *texts), "exceeds the model's 512")
+    convert = ("convert", disk / "model", "out", "--scheme", "nope", "--compensate")
+    refused(call(*convert, *long, *texts), "exceeds the model's 512")
+    refused(call("calibrate", disk / "model", "x", "--seed", -1, *SMALL, *texts), "seed")
+    assert not Path("new").exists() and not Path("out").exists()

@@ -13,10 +13,8 @@ import torch
 from run_folders import make_run
 from tiny_models import tiny_config, tokens
 from tiny_runs import LENGTH, save_model, save_recipe, save_texts
-from typer.testing import CliRunner
 
 from hf_posenc import get_plan, load_model, patch_model
-from hf_posenc.cli import app
 from hf_posenc.cli.options import parse_lengths, parse_settings
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import texts as evaluation_texts
@@ -33,19 +31,6 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("disk")
     save_recipe(root / "tiny.yaml", save_model(root / "model"), save_texts(root / "texts"))
     return root
-
-
-@pytest.fixture
-def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run a command line in an empty folder; results carry stdout, stderr and exit code."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.delenv("HF_POSENC_DEBUG", raising=False)
-
-    def run(*arguments: object) -> Any:
-        return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-    return run
 
 
 def refused(result: Any, *parts: str, folder: Path | None = None) -> None:

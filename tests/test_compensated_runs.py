@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 from test_cli import refused
 from tiny_runs import save_model, save_recipe, save_texts
-from typer.testing import CliRunner
 
 from hf_posenc import PosencError, get_plan, load_model, pipeline
-from hf_posenc.cli import app
 from hf_posenc.heal import heal, load_recipe
 from hf_posenc.preview import command_lines
 
@@ -32,18 +30,6 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
         root / "tiny.yaml", save_model(root / "model"), save_texts(root / "texts"), **CHANGES
     )
     return root
-
-
-@pytest.fixture
-def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.delenv("HF_POSENC_DEBUG", raising=False)
-
-    def run(*arguments: object) -> Any:
-        return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-    return run
 
 
 def gained(folder: Path) -> list[bool]:

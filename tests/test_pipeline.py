@@ -267,3 +267,19 @@ def test_downloads_name_what_comes_from_where(disk: Path) -> None:
         f"{disk / 'model'}: on this machine",
         f"{disk / 'texts'}: on this machine",
     ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["heal.gentle={by: layers, order: [0, 2]}"], "names layers"),
+        (["heal.gentle={by: layers}", "compensate=true"], "leave out one of the two"),
+        (["heal.first={objective: hidden, share: 0.01}"], "without a step"),
+    ],
+)
+def test_healing_that_cannot_be_is_refused_before_anything_is_written(
+    disk: Path, tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(PosencError, match=message):
+        pipeline.run(recipe(disk, *overrides), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

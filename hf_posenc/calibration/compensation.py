@@ -36,7 +36,7 @@ from hf_posenc.runtime.patch import (
 from hf_posenc.schemes.pairs import drop_rotation, keep_pairs
 
 QUERIES = 64  # per row
-RIDGE = 1e-2
+RIDGE = 1e-2  # pull towards 1, as a share of the mean of the normal matrix's diagonal
 # Half of the weight follows attention, half is even over the keys a query sees: attention alone
 # says nothing about keys that it ignores now and that unrotated scores might raise.
 EVEN = 0.5
@@ -146,13 +146,11 @@ def query_gains(
     rows: Tensor,
     plan: PositionPlan,
     *,
-    ridge: float = RIDGE,
     seed: int = 0,
 ) -> dict[int, Gain]:
     """The gain of every layer that loses pairs under `plan`, [H, F] complex64 each.
 
     model  unconverted; rows [N, T] token ids, all held at once
-    ridge  pull towards 1, as a share of the mean of the normal matrix's diagonal
     Each layer is fitted on inputs that come from the converted and compensated layers before it.
     """
     spec = ModelSpec.from_model(model)
@@ -165,7 +163,7 @@ def query_gains(
         lost = losing[seen.layer].to(seen.query.device)
         query, key = seen.query, seen.key
         if lost.any():
-            gain = gains[seen.layer] = _fitted(seen, lost, queries.to(lost.device), ridge)
+            gain = gains[seen.layer] = _fitted(seen, lost, queries.to(lost.device))
             mask = seen.features.spread(lost.float(), query, 0.0).bool()
             query = torch.where(mask, turned(seen.still_query, gain, seen), query)
             key = torch.where(mask, seen.still_key, key)
@@ -181,7 +179,7 @@ def query_gains(
 
     with probing(model, attend):
         device = model.get_input_embeddings().weight.device
-        model(input_ids=rows.to(device), use_cache=False, logits_to_keep=1)
+        model.get_decoder()(input_ids=rows.to(device), use_cache=False)
     return gains
 
 
@@ -195,7 +193,7 @@ def turned(query: Tensor, gain: Gain, seen: Seen) -> Tensor:
     return result
 
 
-def _fitted(seen: Seen, lost: Tensor, queries: Tensor, ridge: float) -> Gain:
+def _fitted(seen: Seen, lost: Tensor, queries: Tensor) -> Gain:
     heads, groups = seen.query.shape[1], seen.key.shape[1]
     visible = causal(seen, queries)
     result = torch.ones(heads, seen.features.count, dtype=torch.complex64, device=lost.device)
@@ -218,7 +216,7 @@ def _fitted(seen: Seen, lost: Tensor, queries: Tensor, ridge: float) -> Gain:
         right = (root * missing).flatten(0, -2).double()
         normal = left.T @ left
         # The tiny constant is for heads whose queries or keys are all zero.
-        normal.diagonal().add_(ridge * normal.diagonal().mean() + 1e-12)
+        normal.diagonal().add_(RIDGE * normal.diagonal().mean() + 1e-12)
         change = torch.linalg.solve(normal, left.T @ right)[:, 0].float()
         count = int(lost.sum())
         result[head, lost] = torch.complex(1 + change[:count], change[count:])

@@ -108,12 +108,12 @@ def _greedy(
     while len(steps) < drop:
         gone = {step.dropped for step in steps}
         left = sorted(set(last_seen) - gone, key=lambda item: (last_seen[item], item))
-        for item in left[:shortlist] if steps else left:
+        # Only what is tried in the same step is comparable.
+        now = left[:shortlist] if steps else left
+        for item in now:
             report(tried / trials, f"dropping {unit}: {len(steps) + 1} of {drop}")
             last_seen[item] = cost({*gone, item})
             tried += 1
-        # Only what was tried in this step is comparable.
-        now = left[:shortlist] if steps else left
         best = min(now, key=lambda item: (last_seen[item], item))
         steps.append(SearchStep(best, last_seen[best]))
     report(1.0, "done")

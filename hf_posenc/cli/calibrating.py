@@ -76,9 +76,9 @@ def _check_out(out: Path) -> None:
     """Refuse a file that cannot be written before anything is measured."""
     if out.exists():
         raise PosencError(f"{out}: exists; remove it or choose another file")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if not os.access(out.parent, os.W_OK):
-        raise PosencError(f"{out}: its folder cannot be written to; choose another file")
+    folder = next(path for path in out.absolute().parents if path.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise PosencError(f"{out}: {folder} is no folder to write to; choose another file")
 
 
 def _parse_statistics(text: str) -> list[str]:

@@ -31,6 +31,11 @@ def check_request(recipe: Recipe, variant: str) -> None:
             f"recipe {recipe.name}: heal.first.share is {first.share} of {steps} steps, which "
             "leaves one of the two objectives without a step; change the share or heal.tokens"
         )
+    if gentle is not None and recipe.compensate:
+        raise PosencError(
+            f"recipe {recipe.name}: compensate is for pairs that do not turn, and by "
+            "heal.gentle they still do for a while; leave out one of the two"
+        )
     if gentle is not None and gentle.share * steps <= 1:
         raise PosencError(
             f"recipe {recipe.name}: heal.gentle.share is {gentle.share} of {steps} steps, so the "

@@ -46,11 +46,6 @@ class Transition:
             for index, (mine, planned) in enumerate(zip(own, plan.layers, strict=True))
             if _tables(mine) != _tables(planned)
         ]
-        if plan.gained:
-            raise PosencError(
-                f"heal.gentle: {plan.label} is compensated, for pairs that do not turn; while they "
-                "still do its gains would be wrong: leave out compensate or heal.gentle"
-            )
         if not changed:
             raise PosencError(
                 f"heal.gentle: {plan.label} changes no frequency, so nothing can come in gently; "
