@@ -99,8 +99,8 @@ class LayerPlan:
     window        which earlier tokens the layer sees; None leaves the family's own mask
     logit_scale   factor on the scores (on q), or None
     bias          what is added to the scores, or None
-    gained        q_proj carries gains for the pairs that lost their rotation; the base's own rows
-                  are kept beside it (`runtime/gains.py`)
+    gained        q_proj or q_norm carries gains for the pairs that lost their rotation; the base's
+                  own weights are kept beside it (`runtime/gains.py`)
     """
 
     inv_freq: tuple[float, ...]

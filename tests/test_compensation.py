@@ -1,4 +1,4 @@
-"""Gains folded into q_proj: a runtime of its own must agree, and scores must come closer."""
+"""Gains folded into queries: a runtime of its own must agree, and scores must come closer."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from test_calibrate import lively, logits, tokens
 from transformers import AutoModelForCausalLM
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from hf_posenc import (
     ModelSpec,
@@ -25,6 +28,10 @@ from hf_posenc import (
 from hf_posenc.calibration import compensation
 from hf_posenc.calibration.compensation import compensate, fold_gains, query_gains
 from hf_posenc.checkpoint.native import export_native
+from hf_posenc.runtime.gains import norm_offset
+
+# One weight for all heads, and one per head.
+NORMED = ("qwen3", "olmo2")
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
@@ -45,11 +52,33 @@ def test_folding_is_multiplying_queries(family: str) -> None:
     torch.testing.assert_close(after[..., half:], wanted.imag, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("family", NORMED)
+def test_folding_into_a_norm_is_multiplying_queries(family: str) -> None:
+    """q_norm with a gain gives the queries times the gain, one per feature, shared or per head."""
+    model: Any = lively(family)
+    attention = model.model.layers[1].self_attn
+    spec = ModelSpec.from_model(model)
+    states = torch.randn(5, model.config.hidden_size)
+
+    def queries() -> torch.Tensor:
+        projected = attention.q_proj(states)
+        if attention.q_norm.weight.numel() == spec.head_dim:
+            projected = projected.unflatten(-1, (spec.num_heads, spec.head_dim))
+        with torch.no_grad():
+            return attention.q_norm(projected).reshape(5, spec.num_heads, spec.head_dim)
+
+    before = queries()
+    gain = torch.randn(attention.q_norm.weight.numel() // spec.head_dim, spec.head_dim)
+    fold_gains(model, {1: gain})
+    torch.testing.assert_close(queries(), before * gain, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     "scheme", [{"name": "nope", "layers": [0, 2]}, {"name": "p_rope", "p": 0.5}], ids=str
 )
-def test_compensated_scores_are_closer(scheme: dict[str, Any]) -> None:
-    model: Any = lively("llama")
+@pytest.mark.parametrize("family", ["llama", *NORMED])
+def test_compensated_scores_are_closer(family: str, scheme: dict[str, Any]) -> None:
+    model: Any = lively(family)
     rows = tokens(model, rows=8, length=32)
     plan = make_scheme(**scheme).build(ModelSpec.from_model(model))
     stock = logits(model, rows)
@@ -58,9 +87,11 @@ def test_compensated_scores_are_closer(scheme: dict[str, Any]) -> None:
     assert sorted(gains) == lossy
     for layer, gain in gains.items():
         kept = torch.tensor(plan.layers[layer].inv_freq) != 0
+        kept = kept if gain.is_complex() else kept.repeat(2)
         assert torch.equal(gain[:, kept], torch.ones_like(gain[:, kept]))
+        assert not torch.equal(gain, torch.ones_like(gain))
     assert torch.equal(logits(model, rows), stock), "finding gains changes nothing"
-    plain: Any = lively("llama")
+    plain: Any = lively(family)
     patch_model(plain, plan)
     fold_gains(model, gains)
     patch_model(model, plan)
@@ -80,6 +111,22 @@ def test_a_pair_that_hardly_turns_needs_no_gain() -> None:
         assert (gain[:, -1] - 1).abs().max() < 0.02
 
 
+def biased_norm() -> Any:
+    """Queries that go through a norm with a bias, which a gain would have to scale as well."""
+    model: Any = lively("qwen3")
+    for layer in model.model.layers:
+        layer.self_attn.q_norm = torch.nn.LayerNorm(layer.self_attn.head_dim)
+    return model
+
+
+def hidden_norm() -> Any:
+    """A family that norms queries under a name nobody here knows."""
+    model: Any = lively("llama")
+    for layer in model.model.layers:
+        layer.self_attn.query_layernorm = torch.nn.RMSNorm(layer.self_attn.head_dim)
+    return model
+
+
 def compensated(family: str, scheme: dict[str, Any]) -> Any:
     model: Any = patch_model(lively(family), scheme)
     return compensate(model, tokens(model, rows=8, length=32))
@@ -88,7 +135,7 @@ def compensated(family: str, scheme: dict[str, Any]) -> Any:
 SOME = {"name": "nope_interleaved", "every": 2}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", *NORMED])
 def test_the_base_is_still_there_bit_for_bit(family: str) -> None:
     stock: Any = lively(family)
     rows = tokens(stock)
@@ -107,9 +154,10 @@ def test_the_base_is_still_there_bit_for_bit(family: str) -> None:
     assert torch.equal(logits(twin, rows), converted)
 
 
-def test_a_checkpoint_carries_gains_and_base(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen2", *NORMED])
+def test_a_checkpoint_carries_gains_and_base(family: str, tmp_path: Path) -> None:
     """Weights are equal bit for bit; where they lie in memory moves a product by its last bits."""
-    model = compensated("qwen2", SOME)
+    model = compensated(family, SOME)
     rows = tokens(model)
     model.save_pretrained(tmp_path / "converted")
     loaded = load_model(tmp_path / "converted")
@@ -117,7 +165,7 @@ def test_a_checkpoint_carries_gains_and_base(tmp_path: Path) -> None:
     _check_equal_weights(loaded, model)
     torch.testing.assert_close(logits(loaded, rows), logits(model, rows), atol=1e-4, rtol=0)
     unpatch_model(loaded)
-    _check_equal_weights(loaded, lively("qwen2"))
+    _check_equal_weights(loaded, lively(family))
 
 
 def _check_equal_weights(model: Any, other: Any) -> None:
@@ -158,7 +206,9 @@ def test_an_export_has_the_gains_in_its_weights(scheme: dict[str, Any], tmp_path
         (lambda: lively("llama"), "not patched"),
         (lambda: patch_model(lively("llama"), "rope"), "drops no pair"),
         (lambda: patch_model(lively("llama"), "partial", pairs="raw"), "re-orders features"),
-        (lambda: patch_model(lively("qwen3"), "nope"), "norms q after"),
+        (lambda: patch_model(biased_norm(), "nope", layers=[1]), "not a weight times"),
+        (lambda: patch_model(lively("phi3"), "nope", layers=[1]), "has no q_proj"),
+        (lambda: patch_model(hidden_norm(), "nope", layers=[1]), "does not know whether"),
         (lambda: compensated("llama", SOME), "compensated already"),
         (lambda: patch_model(lively("llama"), "rnope_swa", window=8), "more than which pairs"),
         (lambda: patch_model(lively("llama"), "dual", every=2, p_global=0.5), "more than which"),
@@ -218,3 +268,10 @@ def test_a_dead_head_is_no_obstacle() -> None:
     patch_model(model, SOME)
     compensate(model, tokens(model, rows=8, length=32))
     assert torch.isfinite(model.model.layers[1].self_attn.q_proj.weight).all()
+
+
+def test_the_offset_of_a_norm_is_measured() -> None:
+    """Gemma's norms multiply by one more than their weight."""
+    assert norm_offset(GemmaRMSNorm(8)) == 1
+    assert norm_offset(Qwen3RMSNorm(8)) == 0
+    assert norm_offset(CohereLayerNorm((2, 4))) == 0

@@ -2,15 +2,17 @@
 
 A pair of query head h that loses its rotation contributes Re(z) to a score where it contributed
 Re(z e^{i w (m - n)}), z the product of query and conjugate key. A complex gain c per head and pair,
-folded into q_proj at no cost, makes it Re(c z). All gains of a head are found together, by least
-squares over the queries and keys of some text, up to a constant per query, which softmax does not
-see.
+folded into q_proj at no cost, makes it Re(c z). Where a layer norms its queries only the norm's
+weight is left: a real gain per feature, Re(z) = q1 k1 + q2 k2 becomes a q1 k1 + b q2 k2, shared by
+all heads where they share the weight (Qwen3). All gains of a head, or of all heads that share them,
+are found together, by least squares over the queries and keys of some text, up to a constant per
+query, which softmax does not see.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +27,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.model_spec import ModelSpec
 from hf_posenc.plan import LayerPlan, PositionPlan
 from hf_posenc.runtime import families
-from hf_posenc.runtime.gains import check_gains, query_projection
+from hf_posenc.runtime.gains import check_gains, norm_offset, norms_queries, query_carrier
 from hf_posenc.runtime.patch import (
     apply_plan,
     base_of,
@@ -41,7 +43,8 @@ RIDGE = 1e-2  # pull towards 1, as a share of the mean of the normal matrix's di
 # says nothing about keys that it ignores now and that unrotated scores might raise.
 EVEN = 0.5
 
-Gain = Tensor  # complex [H, F]; 1 where nothing is gained
+# Complex [H, F] for q_proj; real [H, D] or [1, D] for q_norm. 1 where nothing is gained.
+Gain = Tensor
 
 
 def compensate(model: Any, rows: Tensor, *, seed: int = 0) -> Any:
@@ -49,11 +52,11 @@ def compensate(model: Any, rows: Tensor, *, seed: int = 0) -> Any:
 
     rows  token ids [N, T], a few thousand tokens in all, held at once (`calibration_rows`); the
           fourth, eighth, ... row judges what is fitted to the others
-    The model runs no slower. It keeps the base's own q_proj rows of the layers that change, also
-    in its checkpoint: `unpatch_model` and `unpatched` give back the bitwise original.
+    The model runs no slower. It keeps the base's own q_proj (or q_norm) of the layers that change,
+    also in its checkpoint: `unpatch_model` and `unpatched` give back the bitwise original.
     Errors: `PosencError`, the model as it was before: one that is not patched, whose plan does more
-    than drop pairs, that is compensated already, carries an adapter, or norms queries after q_proj,
-    which undoes a gain; and where the gains do not bring its output closer to the base's.
+    than drop pairs, that is compensated already, carries an adapter, or has queries that cannot
+    carry gains; and where the gains do not bring its output closer to the base's.
     """
     plan = get_plan(model)
     if plan is None:
@@ -148,7 +151,7 @@ def query_gains(
     *,
     seed: int = 0,
 ) -> dict[int, Gain]:
-    """The gain of every layer that loses pairs under `plan`, [H, F] complex64 each.
+    """The gain of every layer that loses pairs under `plan`, a `Gain` each.
 
     model  unconverted; rows [N, T] token ids, all held at once
     Each layer is fitted on inputs that come from the converted and compensated layers before it.
@@ -157,13 +160,16 @@ def query_gains(
     chosen = torch.randperm(rows.shape[1], generator=torch.Generator().manual_seed(seed))
     queries = chosen[:QUERIES].sort().values
     losing = [torch.tensor(mask) for mask in _lost(spec, plan)]
+    shares = [_sharing(a, spec) for a in families.attentions_of(families.decoder_of(model))]
     gains: dict[int, Gain] = {}
 
     def attend(seen: Seen) -> Tensor:
         lost = losing[seen.layer].to(seen.query.device)
         query, key = seen.query, seen.key
         if lost.any():
-            gain = gains[seen.layer] = _fitted(seen, lost, queries.to(lost.device))
+            gain = gains[seen.layer] = _fitted(
+                seen, lost, queries.to(lost.device), shares[seen.layer]
+            )
             mask = seen.features.spread(lost.float(), query, 0.0).bool()
             query = torch.where(mask, turned(seen.still_query, gain, seen), query)
             key = torch.where(mask, seen.still_key, key)
@@ -184,7 +190,9 @@ def query_gains(
 
 
 def turned(query: Tensor, gain: Gain, seen: Seen) -> Tensor:
-    """Queries [B, H, T, D] with every pair multiplied by its head's gain."""
+    """Queries [B, H, T, D] times their gain."""
+    if not gain.is_complex():
+        return query * gain[:, None].to(query.dtype)
     one, two = seen.features.split(query)
     real, imag = gain.real[:, None], gain.imag[:, None]
     result = query.clone()
@@ -193,45 +201,73 @@ def turned(query: Tensor, gain: Gain, seen: Seen) -> Tensor:
     return result
 
 
-def _fitted(seen: Seen, lost: Tensor, queries: Tensor) -> Gain:
-    heads, groups = seen.query.shape[1], seen.key.shape[1]
-    visible = causal(seen, queries)
-    result = torch.ones(heads, seen.features.count, dtype=torch.complex64, device=lost.device)
-    for head in range(heads):
-        group = slice(head * groups // heads, head * groups // heads + 1)
-        one = slice(head, head + 1)
-        query, key = seen.query[:, one, queries].float(), seen.key[:, group].float()
-        scores = query @ key.transpose(-1, -2) * seen.scaling
-        weight = scores.masked_fill(~visible, -torch.inf).softmax(-1)[..., None]
-        spread = (visible / visible.sum(-1, keepdim=True))[..., None]
-        weight = (1 - EVEN) * weight + EVEN * spread
-        straight, crossed = _parts(seen, lost, one, group, queries)
-        rotated = _rotated(seen, lost, one, group, queries)
-        parts = torch.cat((straight, -crossed), dim=-1)
-        missing = rotated - straight.sum(-1, keepdim=True)
-        parts = parts - (weight * parts).sum(-2, keepdim=True)
-        missing = missing - (weight * missing).sum(-2, keepdim=True)
-        root = weight.sqrt()
-        left = (root * parts).flatten(0, -2).double()
-        right = (root * missing).flatten(0, -2).double()
-        normal = left.T @ left
-        # The tiny constant is for heads whose queries or keys are all zero.
-        normal.diagonal().add_(RIDGE * normal.diagonal().mean() + 1e-12)
-        change = torch.linalg.solve(normal, left.T @ right)[:, 0].float()
-        count = int(lost.sum())
-        result[head, lost] = torch.complex(1 + change[:count], change[count:])
-    return result
+def _sharing(attention: Any, spec: ModelSpec) -> int | None:
+    """How many heads share a real gain per feature; None: each has a complex one per pair."""
+    if not norms_queries(attention):
+        return None
+    return spec.num_heads * spec.head_dim // query_carrier(attention).weight.numel()
 
 
-def _parts(
-    seen: Seen, lost: Tensor, head: slice, group: slice, queries: Tensor
+def _fitted(seen: Seen, lost: Tensor, queries: Tensor, sharing: int | None) -> Gain:
+    columns = _turns if sharing is None else _stretches
+    equations = [
+        _normal_equations(seen, lost, queries, head, columns) for head in range(seen.query.shape[1])
+    ]
+    normal, right = (torch.stack(side) for side in zip(*equations, strict=True))
+    if sharing is not None:
+        normal, right = (side.unflatten(0, (-1, sharing)).sum(1) for side in (normal, right))
+    diagonal = normal.diagonal(dim1=1, dim2=2)
+    # The tiny constant is for heads whose queries or keys are all zero.
+    diagonal.add_(RIDGE * diagonal.mean(-1, keepdim=True) + 1e-12)
+    one, two = torch.linalg.solve(normal, right)[..., 0].float().chunk(2, dim=-1)
+    if sharing is None:
+        gain = torch.ones(len(one), seen.features.count, dtype=torch.complex64, device=one.device)
+        gain[:, lost] = torch.complex(1 + one, two)
+        return gain
+    gain = torch.ones(len(one), seen.query.shape[-1], device=one.device)
+    for half, change in zip(seen.features.split(gain), (one, two), strict=True):
+        half[:, lost] = 1 + change
+    return gain
+
+
+# What a change of the gain by 1 adds to the scores, for pairs with features q1, q2 and k1, k2.
+def _turns(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor) -> tuple[Tensor, Tensor]:
+    return q1 * k1 + q2 * k2, q1 * k2 - q2 * k1
+
+
+def _stretches(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor) -> tuple[Tensor, Tensor]:
+    return q1 * k1, q2 * k2
+
+
+def _normal_equations(
+    seen: Seen, lost: Tensor, queries: Tensor, head: int, columns: Callable[..., Any]
 ) -> tuple[Tensor, Tensor]:
-    """Real and imaginary part of z for the lost pairs, scaled: [B, 1, n, T, pairs] each."""
-    query = seen.still_query[:, head, queries].float() * seen.scaling
-    q1, q2 = (x[..., lost][..., :, None, :] for x in seen.features.split(query))
-    key = seen.still_key[:, group].float()
-    k1, k2 = (x[..., lost][..., None, :, :] for x in seen.features.split(key))
-    return q1 * k1 + q2 * k2, q2 * k1 - q1 * k2
+    """Normal matrix [2P, 2P] and right side [2P, 1] of one query head, P pairs lost."""
+    heads, groups = seen.query.shape[1], seen.key.shape[1]
+    group = slice(head * groups // heads, head * groups // heads + 1)
+    one = slice(head, head + 1)
+    visible = causal(seen, queries)
+    query, key = seen.query[:, one, queries].float(), seen.key[:, group].float()
+    scores = query @ key.transpose(-1, -2) * seen.scaling
+    weight = scores.masked_fill(~visible, -torch.inf).softmax(-1)[..., None]
+    spread = (visible / visible.sum(-1, keepdim=True))[..., None]
+    weight = (1 - EVEN) * weight + EVEN * spread
+    still_query = seen.still_query[:, one, queries].float() * seen.scaling
+    features = (
+        *(x[..., lost][..., :, None, :] for x in seen.features.split(still_query)),
+        *(
+            x[..., lost][..., None, :, :]
+            for x in seen.features.split(seen.still_key[:, group].float())
+        ),
+    )
+    straight = _turns(*features)[0].sum(-1, keepdim=True)
+    parts = torch.cat(columns(*features), dim=-1)
+    missing = _rotated(seen, lost, one, group, queries) - straight
+    parts = parts - (weight * parts).sum(-2, keepdim=True)
+    missing = missing - (weight * missing).sum(-2, keepdim=True)
+    root = weight.sqrt()
+    left = (root * parts).flatten(0, -2).double()
+    return left.T @ left, left.T @ (root * missing).flatten(0, -2).double()
 
 
 def _rotated(seen: Seen, lost: Tensor, head: slice, group: slice, queries: Tensor) -> Tensor:
@@ -244,7 +280,7 @@ def _rotated(seen: Seen, lost: Tensor, head: slice, group: slice, queries: Tenso
 
 @torch.no_grad()
 def fold_gains(model: Any, gains: Mapping[int, Gain]) -> None:
-    """Multiply the rows of q_proj (and its bias) by the gains, in place, on a live model.
+    """Multiply q_proj (and its bias) or the weight of q_norm by the gains, in place.
 
     See `compensate` for where that may be done.
     """
@@ -254,7 +290,13 @@ def fold_gains(model: Any, gains: Mapping[int, Gain]) -> None:
     places = torch.arange(spec.head_dim)
     first, second = places[features.first], places[features.second]
     for layer, gain in gains.items():
-        for parameter in query_projection(attentions[layer]).parameters():
+        carrier = query_carrier(attentions[layer])
+        if not gain.is_complex():
+            offset = norm_offset(carrier)
+            weight = (carrier.weight.float() + offset) * gain.view_as(carrier.weight) - offset
+            carrier.weight.copy_(weight)
+            continue
+        for parameter in carrier.parameters():
             parameter.copy_(_folded(parameter, gain, first, second))
 
 

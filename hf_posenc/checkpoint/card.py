@@ -155,9 +155,9 @@ def _plan_table(plan: PositionPlan) -> str:
         lines.append(f"- {_code(choice)}")
     if plan.gained:
         lines.append(
-            "- the weights are not the base's alone: `q_proj` of the layers marked below carries "
-            "gains for the pairs that lost their rotation; the base's rows lie beside it "
-            "(`stock_query`)"
+            "- the weights are not the base's alone: `q_proj` (or `q_norm`) of the layers marked "
+            "below carries gains for the pairs that lost their rotation; the base's own lies "
+            "beside it (`stock_query`)"
         )
     if plan.embedding is not None:
         lines.append(f"- added to the token embeddings: {part_text(plan.embedding)}")

@@ -1,8 +1,9 @@
-"""Layers whose q_proj carries gains: the base's own rows beside it, and changing places with them.
+"""Layers whose queries carry gains: the base's own weights beside them, to change places with.
 
-A gain (`hf_posenc/calibration/compensation.py`) is folded into q_proj, so it costs nothing when the
-model runs. The rows as they were stay on the attention module and in the checkpoint, so that the
-unconverted model is still there, bit for bit: for `unpatch_model`, and for the teacher.
+A gain (`hf_posenc/calibration/compensation.py`) is folded into the last weights that a query meets
+before it is rotated, so it costs nothing when the model runs: q_proj, or the q_norm behind it. The
+weights as they were stay on the attention module and in the checkpoint, so that the unconverted
+model is still there, bit for bit: for `unpatch_model`, and for the teacher.
 """
 
 from __future__ import annotations
@@ -12,20 +13,24 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from hf_posenc.errors import PosencError
 from hf_posenc.plan import LayerPlan, PositionPlan
+from hf_posenc.runtime.weights import check_named_projections
 
 STOCK_QUERY = "stock_query"
 
 
 class StockQuery(nn.Module):
-    """The base's own q_proj, frozen: weight [H * D, d_model] and bias [H * D] or None."""
+    """The base's own weights, frozen: weight [H * D, d_model] and bias [H * D] or None of q_proj,
+    or the weight [D] or [H * D] of q_norm.
+    """
 
-    def __init__(self, projection: nn.Module) -> None:
+    def __init__(self, carrier: nn.Module) -> None:
         super().__init__()
         for name in ("weight", "bias"):
-            value = getattr(projection, name, None)
+            value = getattr(carrier, name, None)
             copy = None if value is None else nn.Parameter(value.detach().clone(), False)
             self.register_parameter(name, copy)
 
@@ -36,27 +41,30 @@ def gained(layers: Sequence[LayerPlan]) -> list[int]:
 
 
 def attach_stock_queries(attentions: list[nn.Module], plan: PositionPlan) -> None:
-    """Keep a copy of q_proj on every layer that is to carry gains, before they are folded in."""
+    """Keep a copy of the weights of every layer that is to carry gains, before they change."""
     for index in gained(plan.layers):
-        setattr(attentions[index], STOCK_QUERY, StockQuery(query_projection(attentions[index])))
+        setattr(attentions[index], STOCK_QUERY, StockQuery(query_carrier(attentions[index])))
 
 
 def check_gains(attentions: list[nn.Module], plan: PositionPlan) -> None:
     """Refuse, before anything changes, layers whose queries cannot carry a gain.
 
-    Errors: `PosencError` for fused or quantised projections, and for a norm after q_proj,
-    which undoes a gain.
+    Errors: `PosencError` for fused or quantised projections, and for a norm on queries that is not
+    a weight times what was normed.
     """
-    for index in gained(plan.layers):
-        attention: Any = attentions[index]
+    indices = gained(plan.layers)
+    if indices:
+        check_named_projections(attentions, f"{plan.label}, compensated,")
+    for index in indices:
+        attention = attentions[index]
+        carrier = query_carrier(attention)
         where = f"layer {index} ({type(attention).__name__})"
-        if getattr(attention, "q_proj", None) is None:
-            raise PosencError(f"{where} has no q_proj to fold gains into; leave compensation out")
-        if getattr(attention, "q_norm", None) is not None:
+        weight = getattr(carrier, "weight", None)
+        if weight is None or (norms_queries(attention) and _has_bias(carrier)):
             raise PosencError(
-                f"{where} norms q after q_proj, which undoes a gain; leave compensation out"
+                f"{where}: its q_norm ({type(carrier).__name__}) is not a weight times what was "
+                "normed, so it cannot carry gains; leave compensation out"
             )
-        weight = query_projection(attention).weight
         if not weight.is_floating_point() or weight.element_size() < 2:
             raise PosencError(
                 f"{where}: q_proj is quantised ({weight.dtype}); convert the unquantised checkpoint"
@@ -65,35 +73,57 @@ def check_gains(attentions: list[nn.Module], plan: PositionPlan) -> None:
 
 @torch.no_grad()
 def exchange_queries(attentions: list[nn.Module], plan: PositionPlan) -> None:
-    """Let q_proj and the rows kept beside it change places; twice is as before, bit for bit.
+    """Let the weights with gains and those kept beside them change places; twice is as before.
 
     Errors: `PosencError` before anything moves, for weights that are offloaded or sharded.
     """
     pairs = []
     for index in gained(plan.layers):
-        projection = query_projection(attentions[index])
+        carrier = query_carrier(attentions[index])
         kept: Any = getattr(attentions[index], STOCK_QUERY)
         for name in ("weight", "bias"):
-            mine, other = getattr(projection, name, None), getattr(kept, name)
+            mine, other = getattr(carrier, name, None), getattr(kept, name)
             if mine is None:
                 continue
             if mine.device.type == "meta" or mine.shape != other.shape:
                 raise PosencError(
-                    f"layer {index}: q_proj is offloaded or sharded, so the base's own rows cannot "
-                    "take its place; load the model whole"
+                    f"layer {index}: the {type(carrier).__name__} of its queries is offloaded or "
+                    "sharded, so the base's own weights cannot take its place; load the model whole"
                 )
             pairs.append((mine, other))
     for mine, other in pairs:
         mine.data, other.data = other.data, mine.data
 
 
-def query_projection(attention: Any) -> Any:
-    """q_proj itself, inside whatever an adapter put around it."""
-    projection = attention.q_proj
+def norms_queries(attention: Any) -> bool:
+    """Whether q_norm stands between q_proj and the rotation."""
+    return getattr(attention, "q_norm", None) is not None
+
+
+def query_carrier(attention: Any) -> Any:
+    """The module whose weights carry gains, inside whatever an adapter put around it.
+
+    q_norm where a layer norms its queries (a gain before a norm is undone by it), else q_proj.
+    """
+    carrier = attention.q_norm if norms_queries(attention) else attention.q_proj
     while True:
-        inner = getattr(projection, "base_layer", None) or getattr(
-            projection, "original_module", None
-        )
+        inner = getattr(carrier, "base_layer", None) or getattr(carrier, "original_module", None)
         if inner is None:
-            return projection
-        projection = inner
+            return carrier
+        carrier = inner
+
+
+@torch.no_grad()
+def norm_offset(norm: nn.Module) -> float:
+    """What a norm adds to its weight before it multiplies: 0, or 1 as in Gemma's."""
+    weight: Any = norm.weight
+    probe = torch.linspace(1, 2, weight.numel(), dtype=weight.dtype, device=weight.device)
+    without, once = (
+        functional_call(norm, {"weight": torch.full_like(weight, value)}, probe.view_as(weight))
+        for value in (0.0, 1.0)
+    )
+    return round(float((without / (once - without)).flatten()[-1]))
+
+
+def _has_bias(module: nn.Module) -> bool:
+    return getattr(module, "bias", None) is not None
