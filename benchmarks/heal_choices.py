@@ -38,7 +38,7 @@ from hf_posenc.provenance import collect
 from hf_posenc.sources import held_out_windows, load_pretrained, load_tokenizer
 
 FOLDER = RESULTS / "smollm2_heal_choices"
-LONG, SHORT = 65_536, 32_768
+LONGER, LONG, SHORT = 131_072, 65_536, 32_768
 FOUR = {"name": "nope_interleaved", "every": 4}
 SEVEN = {"name": "nope_interleaved", "layers": "auto:7"}
 BY_LAYER = "{by: layers, share: 0.5, order: MOST_HARMLESS_FIRST}"
@@ -116,9 +116,28 @@ def rows() -> dict[str, Row]:
     table["nope7 short/kl"] = Row(SEVEN, SHORT)
     table["nope7 short compensated/kl"] = Row(SEVEN, SHORT, compensated=True)
     table["nope7 short/ce"] = Row(SEVEN, SHORT, changes=variants["ce"])
-    for seed in (1, 2):
-        table[f"nope4 short/kl seed {seed}"] = Row(FOUR, SHORT, seed)
-        table[f"nope7 short/kl seed {seed}"] = Row(SEVEN, SHORT, seed)
+    # What could bring a model without any rotation back: more parameters, larger steps.
+    everything = ("lora.targets=all-linear",)
+    large: dict[str, tuple[str, ...]] = {
+        "kl r64 all-linear": ("lora.r=64", "lora.alpha=128", *everything),
+        "kl full lr 1e-3": ("lora.full=true", "heal.lr=1e-3"),
+        "kl full all-linear lr 1e-3": ("lora.full=true", "heal.lr=1e-3", *everything),
+    }
+    for name, changes in large.items():
+        table[f"nope short/{name}"] = Row(every, SHORT, changes=changes)
+    chosen: dict[str, dict[str, Any]] = {
+        "nope7": SEVEN,
+        "nope4": FOUR,
+        "p.5 score per_layer": p_rope(0.5, "score", per_layer=True),
+        "p.25 score per_layer": p_rope(0.25, "score", per_layer=True),
+    }
+    for name, scheme in chosen.items():
+        table[f"{name} longer/kl"] = Row(scheme, LONGER)
+        for seed in (1, 2):
+            table[f"{name} short/kl seed {seed}"] = Row(scheme, SHORT, seed)
+    table["p.5 high longer/kl"] = Row(p_rope(0.5, "high"), LONGER)
+    table["p.25 high longer/kl"] = Row(p_rope(0.25, "high"), LONGER)
+    table["nope longer/kl"] = Row(every, LONGER)
     return table
 
 
