@@ -184,10 +184,19 @@ class TestCompose:
         scheme = make_scheme("compose", layers="auto:3", groups=groups)
         assert unrotated(scheme.build(LLAMA, LAYERS)) == [1, 4, 5]
 
-    def test_chosen_groups_must_not_overlap(self):
+    def test_groups_choose_among_what_no_other_holds(self):
         groups = [{"layers": "auto:3", "scheme": "nope"}, {"layers": "0-1", "scheme": "rope"}]
-        with pytest.raises(PosencError, match="layer 1 lies in two groups"):
-            compose(groups).build(LLAMA, LAYERS)
+        assert unrotated(compose(groups).build(LLAMA, LAYERS)) == [3, 5, 6]
+        two = [
+            {"layers": "auto:2", "scheme": "nope"},
+            {"layers": "auto:2", "scheme": {"name": "p_rope", "p": 0.5}},
+        ]
+        plan = compose(two).build(LLAMA, LAYERS)
+        assert unrotated(plan) == [1, 6]
+        assert [i for i, pairs in enumerate(kept(plan)) if len(pairs) == 4] == [3, 5]
+        assert as_scheme(plan.chosen_dict).build(LLAMA) == plan
+        with pytest.raises(PosencError, match="auto:7 is out of range; there are 6 rotated"):
+            compose([groups[1], {"layers": "auto:7", "scheme": "nope"}]).build(LLAMA, LAYERS)
 
 
 @pytest.mark.parametrize(

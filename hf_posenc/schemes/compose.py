@@ -82,7 +82,8 @@ class Compose(Scheme):
     groups  [{"layers": "0-3", "scheme": {"name": "p_rope", "p": 0.5}}, ...]; no layer may lie in
             two groups. A scheme sees the whole model (every=4 still means layers 3, 7, ...) and
             what it plans is used in the layers of its group.
-    What a group leaves to a calibration is chosen among the layers of the group.
+    What a group leaves to a calibration is chosen among the layers of the group; layers "auto:N"
+    among those that no other group holds, the first group first.
     How pairs are stored belongs to the whole checkpoint: `interleaved(preserve=True)` is refused
     unless its group holds every layer.
     Source: this project; mixed layers as in Gemma 4 and in SWAN-GPT, arXiv 2504.08719.
@@ -110,13 +111,30 @@ class Compose(Scheme):
         self, spec: ModelSpec, calibration: Calibration, among: Sequence[int] | None = None
     ) -> Self:
         if auto_layers(self.layers) is not None:
-            groups = [group.resolve(spec, calibration, among) for group in self.groups]
+            groups = self._resolved(spec, calibration, among)
             held = [select_layers(group.layers, spec.num_layers) for group in groups]
             inside = _numbers(tuple(map(any, zip(*held, strict=True))), among)
             return super(Compose, replace(self, groups=groups)).resolve(spec, calibration, inside)
         inside = _numbers(super().selected(spec.num_layers), among)
-        groups = [group.resolve(spec, calibration, inside) for group in self.groups]
+        groups = self._resolved(spec, calibration, inside)
         return replace(self, groups=groups)
+
+    def _resolved(
+        self, spec: ModelSpec, calibration: Calibration, among: Sequence[int] | None
+    ) -> list[Group]:
+        """The groups in order; a layer that another one holds is not left to a calibration."""
+        count = spec.num_layers
+        fixed = [group for group in self.groups if auto_layers(group.layers) is None]
+        taken = {i for g in fixed for i in _numbers(select_layers(g.layers, count), among)}
+        groups = []
+        for group in self.groups:
+            inside = among
+            if auto_layers(group.layers) is not None:
+                free = range(count) if among is None else among
+                inside = [i for i in free if i not in taken]
+            groups.append(group.resolve(spec, calibration, inside))
+            taken.update(_numbers(select_layers(groups[-1].layers, count), among))
+        return groups
 
     def selected(self, num_layers: int) -> tuple[bool, ...]:
         owners = [owner is not None for owner in self._owners(num_layers)]
