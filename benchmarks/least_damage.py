@@ -5,8 +5,9 @@
 No healing. Loss in nats per token over three windows of 1024 tokens of each held-out text (essays,
 Python reference). Choices by calibration use eval/results/smollm2_calibration.json
 (benchmarks/calibration.py); "compensated" rows fold gains into the queries
-(hf_posenc/calibration/compensation.py). Finished rows are kept; results in
-eval/results/smollm2_zero_shot.json.
+(hf_posenc/calibration/compensation.py); "search" drops layers one by one and measures again after
+each (hf_posenc/calibration/search.py, on 2,048 tokens of the calibration's text). Finished rows are
+kept; results in eval/results/smollm2_zero_shot.json.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 from hf_posenc import ModelSpec, PositionPlan, make_scheme, patch_model, unpatch_model
 from hf_posenc.calibration import calibration_rows
 from hf_posenc.calibration.compensation import fold_gains, query_gains
+from hf_posenc.calibration.search import SearchStep, plan_search
 from hf_posenc.files import read_json, write_json
 from hf_posenc.provenance import collect
 from hf_posenc.sources import held_out_windows
@@ -53,9 +55,15 @@ def choices() -> dict[str, dict[str, Any] | None]:
 COMPENSATED = (
     "nope_interleaved every=4",
     "nope_interleaved auto:7:ablation",
-    *(f"p_rope {p} {select}" for p in FRACTIONS for select in ("high", "score")),
+    *(
+        f"p_rope {p} {select}"
+        for p in FRACTIONS
+        for select in ("high", "score", "score per_layer", "uniform")
+    ),
     "nope",
 )
+SEARCH = "nope_interleaved search:7"
+SEARCH_ROWS = 4  # of 512 tokens
 
 
 @contextmanager
@@ -84,12 +92,17 @@ def main() -> int:
     done = read_json(RESULT) if RESULT.exists() else {"schema": 1, "kind": "zero_shot", "rows": {}}
     text = calibration_rows(tokenizer)
     spec = ModelSpec.from_model(model)
-    wanted = [(name, name, False) for name in choices()]
+    wanted = [(name, name, False) for name in (*choices(), SEARCH)]
     wanted += [(f"{name} compensated", name, True) for name in COMPENSATED]
     for name, row, gained in wanted:
         if name in done["rows"] or not name.startswith(tuple(arguments.only or [""])):
             continue
-        scheme = choices()[row]
+        steps: tuple[SearchStep, ...] = ()
+        if row == SEARCH:
+            sought = plan_search(model, text[:SEARCH_ROWS], drop=7)
+            scheme, steps = sought.scheme.describe(), sought.steps
+        else:
+            scheme = choices()[row]
         plan = None if scheme is None else make_scheme(**scheme).build(spec, made)
         if plan is None:
             found = losses(model, windows)
@@ -104,6 +117,7 @@ def main() -> int:
             "compensated": gained,
             "plan_digest": digest,
             "loss": found,
+            **({"steps": [[step.dropped, step.damage] for step in steps]} if steps else {}),
         }
         done["provenance"] = collect(tokens=sum(ids.numel() for ids in windows.values()))
         write_json(RESULT, done)

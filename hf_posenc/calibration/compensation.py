@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from hf_posenc.calibration.ablation import Damage
 from hf_posenc.calibration.measure import at_rest, checked_rows
@@ -173,15 +172,7 @@ def query_gains(
             mask = seen.features.spread(lost.float(), query, 0.0).bool()
             query = torch.where(mask, turned(seen.still_query, gain, seen), query)
             key = torch.where(mask, seen.still_key, key)
-        return functional.scaled_dot_product_attention(
-            query,
-            key,
-            seen.value,
-            attn_mask=seen.allowed,
-            is_causal=seen.allowed is None,
-            scale=seen.scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        return seen.attended(query, key)
 
     with probing(model, attend):
         device = model.get_input_embeddings().weight.device

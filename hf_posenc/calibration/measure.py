@@ -109,21 +109,25 @@ class _Pass:
         chosen = torch.randperm(length, generator=self.random)[:QUERIES].sort().values
         self.queries += count * len(chosen)
         device = self.model.get_input_embeddings().weight.device
-        gates = Gates(self.spec.num_layers, count, self.spec.num_frequencies, device)
+        gates = None  # without a gradient to take, plain attention and no head are enough
+        if self.head is not None:
+            gates = Gates(self.spec.num_layers, count, self.spec.num_frequencies, device)
 
         def attend(seen: Seen) -> Tensor:
             with torch.no_grad():
                 self._look(seen, chosen.to(device), count * length)
-            return gates.attend(seen)
+            return seen.attended(seen.query, seen.key) if gates is None else gates.attend(seen)
 
         with (
-            torch.set_grad_enabled("sensitivity" in self.wanted),
+            torch.set_grad_enabled(gates is not None),
             probing(self.model, attend),
             last_hidden_state(self.model.get_decoder()) as last,
         ):
-            extra = {} if self.head is None else {"logits_to_keep": 1}
-            self.model(input_ids=rows.to(device), use_cache=False, **extra)
-        if self.head is not None:
+            if gates is None:
+                self.model.get_decoder()(input_ids=rows.to(device), use_cache=False)
+            else:
+                self.model(input_ids=rows.to(device), use_cache=False, logits_to_keep=1)
+        if self.head is not None and gates is not None:
             vocabulary = self.model.config.get_text_config().vocab_size
             pairs, layers = fisher(gates, last[0], self.head, vocabulary, self.draws)
             self.fisher += pairs.cpu()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from hf_posenc.errors import PosencError
 from hf_posenc.model_spec import ModelSpec
@@ -43,6 +44,18 @@ class Seen:
     allowed: Tensor | None
     scaling: float
     features: PairFeatures
+
+    def attended(self, query: Tensor, key: Tensor) -> Tensor:
+        """What the layer attends to with these queries and keys, [B, H, T, D]."""
+        return functional.scaled_dot_product_attention(
+            query,
+            key,
+            self.value,
+            attn_mask=self.allowed,
+            is_causal=self.allowed is None,
+            scale=self.scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
 
 
 @dataclass(frozen=True)
