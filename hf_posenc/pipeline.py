@@ -90,8 +90,10 @@ def run(recipe: Recipe, out: Path | str, *, say: Say = print) -> RunFolder:
     model = load_pretrained(str(converted) if done else recipe.model, dtype=recipe.dtype)
     if plan is not None and recipe.heal.tokens and recipe.heal.gentle is not None:
         Transition.of(plan, spec.layers, recipe.heal.gentle)
-    if text is not None and plan is not None and not done:
-        compensable(model, plan)
+    if text is not None and not done:
+        # What a calibration is still to choose does not change whether it can be done.
+        like_it = Calibration.indifferent(spec)
+        compensable(model, plan or as_scheme(recipe.scheme).build(spec, like_it))
     _estimate(recipe, out, model, tasks, 0 if unseen is None else unseen.numel(), say)
 
     write_text(out / "recipe.yaml", recipe.to_yaml())

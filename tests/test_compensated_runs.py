@@ -75,8 +75,12 @@ def test_what_cannot_be_is_refused(call: Any, disk: Path, tmp_path: Path) -> Non
     refused(call("convert", disk / "model", "a", *SCHEME, *texts), "--compensate alone reads it")
     rope = ("--scheme", "rope", "--compensate", *SMALL, *texts)
     refused(call("convert", disk / "model", "b", *rope), "drops no pair")
-    normed = save_model(tmp_path / "qwen3", "qwen3")
-    refused(call("convert", normed, "c", *SCHEME, "--compensate", *SMALL, *texts), "norms q")
+    fused = save_model(tmp_path / "phi3", "phi3")
+    refused(call("convert", fused, "c", *SCHEME, "--compensate", *SMALL, *texts), "has no q_proj")
+    auto = [f"model={fused}", "scheme={name: nope_interleaved, layers: 'auto:2'}"]
+    with pytest.raises(PosencError, match="has no q_proj"):
+        pipeline.run(load_recipe(disk / "tiny.yaml", auto), tmp_path / "run")
+    assert not (tmp_path / "run").exists(), "refused before anything is calibrated"
     recipe = load_recipe(disk / "tiny.yaml")
     with pytest.raises(PosencError, match="convert --compensate"):
         heal(recipe, out=tmp_path / "healed")
