@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 from pathlib import Path
@@ -19,6 +20,7 @@ from hf_posenc.calibration import tables, watched
 from hf_posenc.cli import app
 from hf_posenc.heal import heal, load_recipe
 from hf_posenc.preview import downloads
+from hf_posenc.schemes.pairs import drop_rotation
 
 AUTO = ("--scheme", "nope_interleaved", "--set", "layers=auto:2")
 SMALL = ("--tokens", "256", "--row-tokens", "64")
@@ -158,9 +160,13 @@ def test_a_calibration_that_does_not_fit_is_refused(
 
 
 def test_a_ranking_without_pairs_has_no_heat_map() -> None:
-    made = calibration_of(spec("llama"), layers={"ablation": [1.0] * 8})
+    llama = spec("llama")
+    made = calibration_of(llama, layers={"ablation": [1.0] * 8})
     assert tables.pair_heat(made) is None
-    assert tables.layer_table(made).row_count == 8
+    assert tables.layer_table(made, llama).row_count == 8
+    still = tuple(map(drop_rotation, llama.layers[4:]))
+    half = dataclasses.replace(llama, layers=llama.layers[:4] + still)
+    assert tables.layer_table(made, half).row_count == 4
 
 
 @pytest.fixture(scope="module")

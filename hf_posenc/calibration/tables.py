@@ -9,11 +9,15 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_posenc.calibration.record import LAYER_PREFERENCE, PAIR_PREFERENCE, Calibration
+from hf_posenc.model_spec import ModelSpec
 from hf_posenc.show import BARS, COLOURS
 
 
-def layer_table(calibration: Calibration) -> Table:
-    """Layers in the order in which "auto:N" takes them, with what each statistic measured."""
+def layer_table(calibration: Calibration, spec: ModelSpec) -> Table:
+    """Layers in the order in which "auto:N" takes them, with what each statistic measured.
+
+    Those that the model `spec` describes does not rotate have none to lose and are left out.
+    """
     names = [name for name in LAYER_PREFERENCE if name in calibration.layers]
     damage = calibration.layer_damage()
     table = Table(
@@ -24,7 +28,8 @@ def layer_table(calibration: Calibration) -> Table:
     )
     for head in ("rank", "layer", *names):
         table.add_column(head, justify="right")
-    order = sorted(range(len(damage)), key=lambda layer: (damage[layer], layer))
+    inside = [index for index, layer in enumerate(spec.layers) if layer.rotated]
+    order = sorted(inside, key=lambda layer: (damage[layer], layer))
     for rank, layer in enumerate(order, 1):
         values = (f"{calibration.layers[name][layer]:.3g}" for name in names)
         table.add_row(str(rank), str(layer), *values)

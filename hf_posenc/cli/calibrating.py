@@ -66,7 +66,7 @@ def calibrate(
         loaded, rows, sources=sources, label=label, statistics=names, seed=seed
     )
     found.save(out)
-    screen().print(layer_table(found))
+    screen().print(layer_table(found, spec))
     if (heat := pair_heat(found)) is not None:
         screen().print(heat)
     print(out)
