@@ -18,6 +18,7 @@ import gc
 import hashlib
 import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,6 +93,7 @@ def rows() -> dict[str, Row]:
         "kl all-linear": ("lora.targets=all-linear",),
         "kl no norms": ("heal.train_norms=false",),
         "kl lr 1e-3": ("heal.lr=1e-3",),
+        "kl lr 6e-3": ("heal.lr=6e-3",),
         "kl full lr 3e-4": ("lora.full=true", "heal.lr=3e-4"),
         "kl full lr 1e-3": ("lora.full=true", "heal.lr=1e-3"),
         "kl by frequencies": ("heal.gentle={by: frequencies, share: 0.5}",),
@@ -168,7 +170,9 @@ def run_row(row: Row, made: Calibration, windows: dict[str, Any], teacher: Path)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(patch.object(Objective, "_run", _remembering(teacher, row)))
         variant: Any = "control" if row.scheme is None else "healed"
+        begun = time.process_time()
         record = heal(recipe, out=folder / "run", model=model, variant=variant)
+        cpu_seconds = time.process_time() - begun
     return {
         "schema": 1,
         "kind": "heal_choices",
@@ -184,6 +188,7 @@ def run_row(row: Row, made: Calibration, windows: dict[str, Any], teacher: Path)
             "steps": record.steps,
             "seed": record.seed,
             "seconds": record.seconds,
+            "cpu_seconds": round(cpu_seconds, 1),
             "trainable_parameters": record.trainable_parameters,
             "peak_memory_bytes": record.peak_memory_bytes,
             "losses": [round(entry["loss"], 4) for entry in record.log],
