@@ -55,7 +55,7 @@ def damage_sections(results: Path) -> Lines:
     rows = [read_json(p) for p in sorted((results / "smollm2_long_context").glob("*.json"))]
     if rows:
         lines += _long_context({row["row"]: row for row in rows})
-        lines.append(READING)
+    lines.append(READING)
     return lines
 
 
@@ -152,43 +152,20 @@ def _healed(rows: list[dict[str, Any]], stock: dict[str, float]) -> Lines:
         for row in rows
         if row["scheme"] is None
     }
-    plans = {
-        row["row"].partition("/")[0].replace(" short", ""): _label(row)
-        for row in rows
-        if row["scheme"] is not None
-    }
+    for row in rows:
+        key = row["heal"]["tokens"], tuple(row["changes"])
+        goal = controls.get(key) if "ce" in row["objective"] else stock
+        if row["scheme"] is None:
+            goal = stock
+        row["behind"] = goal and {text: row["after"][text] - goal[text] for text in goal}
+    plans = {_plan_name(row): _label(row) for row in rows if row["scheme"] is not None}
+    rows = sorted(rows, key=lambda row: (_plan_name(row), sum((row["behind"] or {}).values())))
     lines: Lines = []
     for tokens in sorted({row["heal"]["tokens"] for row in rows}, reverse=True):
-        table = []
-        for row in rows:
-            if row["heal"]["tokens"] != tokens:
-                continue
-            ce = "ce" in row["objective"]
-            goal = controls.get((tokens, tuple(row["changes"]))) if ce else stock
-            if row["scheme"] is None:
-                goal = stock
-            heal = row["heal"]
-            label = "unconverted" if row["scheme"] is None else row["row"]
-            gap = [
-                "no control" if goal is None else f"{row['after'][text] - goal[text]:+.3f}"
-                for text in row["after"]
-            ]
-            table.append(
-                [
-                    label,
-                    ", ".join(row["changes"]) or "as the recipe",
-                    " / ".join(f"{loss:.3f}" for loss in row["before"].values()),
-                    " / ".join(f"{loss:.3f}" for loss in row["after"].values()),
-                    " / ".join(gap),
-                    str(heal["seed"]),
-                    f"{heal['trainable_parameters'] / 1e6:.2f} M",
-                    f"{heal['seconds'] / 60:.1f}",
-                    f"{heal['peak_memory_bytes'] / 2**30:.2f}",
-                ]
-            )
-        lines += [f"### {tokens:,} tokens\n"]
+        table = [_healed_row(row) for row in rows if row["heal"]["tokens"] == tokens]
         head = ["row", "differs from the recipe", "before", "after", "behind its control", "seed"]
-        lines += [*_table([*head, "trained", "minutes", "peak GiB"], table), ""]
+        head += ["trained", "minutes", "peak GiB"]
+        lines += [f"### {tokens:,} tokens\n", *_table(head, table), ""]
     return [
         "## Healed: what to drop, how, with what\n",
         "Held-out loss in nats per token, essays / reference. All rows of one size see the same "
@@ -196,9 +173,62 @@ def _healed(rows: list[dict[str, Any]], stock: dict[str, float]) -> Lines:
         "same tokens; that of kl and hidden the unconverted model itself.\n",
         "Plans: " + "; ".join(f"{name} = {text}" for name, text in plans.items()) + ".\n",
         *lines,
+        *_seeds(rows),
         "Command: `python benchmarks/heal_choices.py`. Minutes are of one thread, with other "
         "work beside it, and without the teacher's pass where its states were kept from an "
         f"earlier row: compare them with care. {provenance_text(rows[0]['provenance'])}\n",
+    ]
+
+
+def _plan_name(row: dict[str, Any]) -> str:
+    """A row is named plan, size, way of healing: "nope4 short/kl r8"."""
+    plan = str(row["row"]).partition("/")[0]
+    return plan.removesuffix(" short").removesuffix(" longer")
+
+
+def _healed_row(row: dict[str, Any]) -> list[str]:
+    heal, behind = row["heal"], row["behind"]
+    gap = [f"{value:+.3f}" for value in (behind or {}).values()]
+    return [
+        f"{row['row']}, unconverted" if row["scheme"] is None else row["row"],
+        ", ".join(row["changes"]) or "as the recipe",
+        " / ".join(f"{loss:.3f}" for loss in row["before"].values()),
+        " / ".join(f"{loss:.3f}" for loss in row["after"].values()),
+        " / ".join(gap) or "no control",
+        str(heal["seed"]),
+        f"{heal['trainable_parameters'] / 1e6:.2f} M",
+        f"{heal['seconds'] / 60:.1f}",
+        f"{heal['peak_memory_bytes'] / 2**30:.2f}",
+    ]
+
+
+def _seeds(rows: list[dict[str, Any]]) -> Lines:
+    """The same healing with other seeds: mean, lowest and highest."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["scheme"] is not None and row["behind"]:
+            what = row["compensated"], row["heal"]["tokens"], tuple(row["changes"])
+            groups.setdefault((_plan_name(row), *what), []).append(row)
+    table = []
+    for (name, _, tokens, changes), found in groups.items():
+        if len(found) == 1:
+            continue
+        cells = []
+        for text in found[0]["behind"]:
+            gaps = [row["behind"][text] for row in found]
+            cells.append(f"{sum(gaps) / len(gaps):+.3f} ({min(gaps):+.3f} to {max(gaps):+.3f})")
+        seeds = ", ".join(str(row["heal"]["seed"]) for row in found)
+        table.append([name, ", ".join(changes) or "as the recipe", f"{tokens:,}", seeds, *cells])
+    if not table:
+        return []
+    head = ["plan", "differs from the recipe", "tokens", "seeds", "essays behind"]
+    head.append("reference behind")
+    return [
+        "### Other seeds\n",
+        "The seed decides the order of the text and the adapter's start. Mean behind the control, "
+        "lowest and highest:\n",
+        *_table(head, table),
+        "",
     ]
 
 
