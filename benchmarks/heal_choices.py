@@ -4,7 +4,7 @@
 
 Every row is healed on the same tokens (the training part of the Python reference and of the
 essays; evaluated on their held-out parts) from the recipe `quickstart`, one row of 1024 tokens a
-step, and differs in what its entry says and nothing else. The control of ce is the unconverted
+step, and differs in what its entry says and nothing else (shorter rows: more steps). The control of ce is the unconverted
 model healed on the same tokens; that of kl is the unconverted model. The teacher's last hidden
 states, the same in every row, are kept between rows (in a temporary folder); that changes no
 number. A finished row is a file in eval/results/smollm2_heal_choices/ and is not run again, so
@@ -96,6 +96,7 @@ def rows() -> dict[str, Row]:
         "kl lr 6e-3": ("heal.lr=6e-3",),
         "kl full lr 3e-4": ("lora.full=true", "heal.lr=3e-4"),
         "kl full lr 1e-3": ("lora.full=true", "heal.lr=1e-3"),
+        "kl rows of 512": ("data.row_tokens=512",),
         "kl by frequencies": ("heal.gentle={by: frequencies, share: 0.5}",),
     }
     for name, changes in variants.items():
@@ -124,6 +125,10 @@ def rows() -> dict[str, Row]:
         "kl r64 all-linear": ("lora.r=64", "lora.alpha=128", *everything),
         "kl full lr 1e-3": ("lora.full=true", "heal.lr=1e-3"),
         "kl full all-linear lr 1e-3": ("lora.full=true", "heal.lr=1e-3", *everything),
+        "kl r64 all-linear rows of 256": (
+            *("lora.r=64", "lora.alpha=128", "data.row_tokens=256"),
+            *everything,
+        ),
     }
     for name, changes in large.items():
         table[f"nope short/{name}"] = Row(every, SHORT, changes=changes)
