@@ -4,11 +4,11 @@
 
 Every row is healed on the same tokens (the training part of the Python reference and of the
 essays; evaluated on their held-out parts) from the recipe `quickstart`, one row of 1024 tokens a
-step, and differs in what its entry says and nothing else (shorter rows: more steps). The control of ce is the unconverted
-model healed on the same tokens; that of kl is the unconverted model. The teacher's last hidden
-states, the same in every row, are kept between rows (in a temporary folder); that changes no
-number. A finished row is a file in eval/results/smollm2_heal_choices/ and is not run again, so
-several processes can share the work.
+step, and differs in what its entry says and nothing else (shorter rows: more steps). The control of
+ce is the unconverted model healed on the same tokens; that of kl is the unconverted model. The
+teacher's last hidden states, the same in every row, are kept between rows (in a temporary folder);
+that changes no number. A finished row is a file in eval/results/smollm2_heal_choices/ and is not
+run again, so several processes can share the work.
 """
 
 from __future__ import annotations
