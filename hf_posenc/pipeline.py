@@ -280,7 +280,7 @@ def _convert(
         patch_model(model, plan)
         if text is not None:
             say(f"compensate: {text.numel():,} tokens")
-            compensate(model, text)
+            compensate(model, text, say=say)
         say(f"convert: {plan.label}, saving {bytes_text(model_bytes(model))}")
     write_json(out / "plan.json", (get_plan(model) or plan).to_json())
     if not done:

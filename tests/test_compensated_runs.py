@@ -42,6 +42,7 @@ def test_convert_compensates_and_show_says_so(call: Any, disk: Path, tmp_path: P
     source = ("--compensate", *SMALL, "--texts", disk / "texts")
     done = call("convert", disk / "model", tmp_path / "out", *SCHEME, *source)
     assert done.exit_code == 0, done.output
+    assert "gains: KL to the base" in done.stderr
     assert gained(tmp_path / "out") == [False, True, False, True]
     shown = call("show", tmp_path / "out")
     assert "with gains" in shown.stdout
@@ -53,6 +54,7 @@ def test_a_run_compensates_and_goes_on(disk: Path, tmp_path: Path) -> None:
     said: list[str] = []
     run = pipeline.run(recipe, tmp_path / "run", say=said.append)
     assert any(line.startswith("compensate:") for line in said)
+    assert any(line.startswith("gains: KL") for line in said)
     assert gained(tmp_path / "run" / "converted") == [False, True, False, True]
     assert run.plan is not None and run.plan.gained
     again: list[str] = []

@@ -46,11 +46,14 @@ EVEN = 0.5
 Gain = Tensor
 
 
-def compensate(model: Any, rows: Tensor, *, seed: int = 0) -> Any:
+def compensate(
+    model: Any, rows: Tensor, *, seed: int = 0, say: Callable[[str], None] | None = None
+) -> Any:
     """Fold gains into the queries of a patched model, in place, for the pairs its plan dropped.
 
     rows  token ids [N, T], a few thousand tokens in all, held at once (`calibration_rows`); the
           fourth, eighth, ... row judges what is fitted to the others
+    say   takes one line with the KL to the base on those rows, without gains and with them
     The model runs no slower. It keeps the base's own q_proj (or q_norm) of the layers that change,
     also in its checkpoint: `unpatch_model` and `unpatched` give back the bitwise original.
     Errors: `PosencError`, the model as it was before: one that is not patched, whose plan does more
@@ -86,6 +89,8 @@ def compensate(model: Any, rows: Tensor, *, seed: int = 0) -> Any:
             f"{plan.label}: gains do not help this model (KL {before:.4g} without, {after:.4g} "
             "with, nats per token on these rows); it was left without"
         )
+    if say is not None:
+        say(f"gains: KL to the base {before:.4g} without, {after:.4g} with, nats per token")
     return model
 
 

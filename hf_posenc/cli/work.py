@@ -143,7 +143,7 @@ def convert(
             sources=tuple(texts or DEFAULT_SOURCES),
         )
         with waiting(f"compensating on {rows.numel():,} tokens"):
-            add_gains(loaded, rows)
+            add_gains(loaded, rows, say=say)
     with waiting(f"saving {plan.label}"):
         save_converted(loaded, tokenizer, out, source=model)
     say(f"{plan.label}; load it with hf_posenc.load_model({str(out)!r})")
