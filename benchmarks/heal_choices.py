@@ -145,6 +145,9 @@ def rows() -> dict[str, Row]:
     table["p.5 high longer/kl"] = Row(p_rope(0.5, "high"), LONGER)
     table["p.25 high longer/kl"] = Row(p_rope(0.25, "high"), LONGER)
     table["nope longer/kl"] = Row(every, LONGER)
+    for size, tokens in (("longer", LONGER), ("longest", 2 * LONGER), ("million", 8 * LONGER)):
+        changes = large["kl r64 all-linear"]
+        table[f"nope {size}/kl r64 all-linear"] = Row(every, tokens, changes=changes)
     return table
 
 

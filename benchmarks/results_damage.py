@@ -183,7 +183,8 @@ def _healed(rows: list[dict[str, Any]], stock: dict[str, float]) -> Lines:
 def _plan_name(row: dict[str, Any]) -> str:
     """A row is named plan, size, way of healing: "nope4 short/kl r8"."""
     plan = str(row["row"]).partition("/")[0]
-    return plan.removesuffix(" short").removesuffix(" longer")
+    name, _, size = plan.rpartition(" ")
+    return name if size in ("short", "longer", "longest", "million") else plan
 
 
 def _healed_row(row: dict[str, Any]) -> list[str]:
