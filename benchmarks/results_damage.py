@@ -143,7 +143,9 @@ def _zero_shot(result: dict[str, Any]) -> Lines:
 
 
 def _label(row: dict[str, Any]) -> str:
-    return scheme_label(row["scheme"]) + (", compensated" if row.get("compensated") else "")
+    label = scheme_label(row["scheme"])
+    label += ", found by plan_search" if row.get("steps") else ""
+    return label + (", compensated" if row.get("compensated") else "")
 
 
 def _healed(rows: list[dict[str, Any]], stock: dict[str, float]) -> Lines:
