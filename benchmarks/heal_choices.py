@@ -118,7 +118,8 @@ def rows() -> dict[str, Row]:
         table[f"{name} short/kl"] = Row(scheme, SHORT, changes=changes)
     table["nope7 short/kl"] = Row(SEVEN, SHORT)
     table["nope7 short compensated/kl"] = Row(SEVEN, SHORT, compensated=True)
-    table["nope7 short/ce"] = Row(SEVEN, SHORT, changes=variants["ce"])
+    for name in ("ce", "kl lr 1e-3", "kl all-linear", "kl full lr 1e-3", "hidden then kl"):
+        table[f"nope7 short/{name}"] = Row(SEVEN, SHORT, changes=variants[name])
     # What could bring a model without any rotation back: more parameters, larger steps.
     everything = ("lora.targets=all-linear",)
     large: dict[str, tuple[str, ...]] = {
@@ -132,6 +133,9 @@ def rows() -> dict[str, Row]:
     }
     for name, changes in large.items():
         table[f"nope short/{name}"] = Row(every, SHORT, changes=changes)
+    name = "kl r64 all-linear"
+    table[f"nope7 short/{name}"] = Row(SEVEN, SHORT, changes=large[name])
+    table[f"nope7 longer/{name}"] = Row(SEVEN, LONGER, changes=large[name])
     chosen: dict[str, dict[str, Any]] = {
         "nope7": SEVEN,
         "nope4": FOUR,
