@@ -97,6 +97,7 @@ def rows() -> dict[str, Row]:
         "kl full lr 3e-4": ("lora.full=true", "heal.lr=3e-4"),
         "kl full lr 1e-3": ("lora.full=true", "heal.lr=1e-3"),
         "kl rows of 512": ("data.row_tokens=512",),
+        "kl rows of 256": ("data.row_tokens=256",),
         "kl by frequencies": ("heal.gentle={by: frequencies, share: 0.5}",),
     }
     for name, changes in variants.items():
@@ -136,6 +137,11 @@ def rows() -> dict[str, Row]:
     name = "kl r64 all-linear"
     table[f"nope7 short/{name}"] = Row(SEVEN, SHORT, changes=large[name])
     table[f"nope7 longer/{name}"] = Row(SEVEN, LONGER, changes=large[name])
+    for rows_of in (512, 256):
+        steps = f"{name} rows of {rows_of}"
+        changes = (*large[name], f"data.row_tokens={rows_of}")
+        table[f"nope7 short/{steps}"] = Row(SEVEN, SHORT, changes=changes)
+        table[f"nope7 longer/{steps}"] = Row(SEVEN, LONGER, changes=changes)
     chosen: dict[str, dict[str, Any]] = {
         "nope7": SEVEN,
         "nope4": FOUR,
