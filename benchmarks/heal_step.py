@@ -37,7 +37,7 @@ def measure(objective: str, steps: int) -> dict[str, Any]:
     from hf_posenc.heal.trainer import peak_memory_bytes
     from hf_posenc.sources import load_pretrained, load_tokenizer
 
-    recipe = load_recipe("quickstart", [f"heal.objective={objective}"])
+    recipe = load_recipe("quickstart", [f"heal.objective={objective}", "heal.rows=2"])
     rows = iter(PackedRows(recipe.data, load_tokenizer(recipe.model), seed=0))
     torch.manual_seed(0)
     model = patch_model(load_pretrained(recipe.model, dtype=recipe.dtype), recipe.scheme)

@@ -95,7 +95,7 @@ def test_overrides_are_yaml_and_come_last(tmp_path: Path) -> None:
             *("scheme.every=3", "heal.objective.ce=0.5", "eval.limit=3", "heal.tokens=8192"),
         ],
     )
-    assert (recipe.heal.tokens, recipe.heal.lr, recipe.steps) == (8192, 2e-4, 4)
+    assert (recipe.heal.tokens, recipe.heal.lr, recipe.steps) == (8192, 2e-4, 8)
     assert [(s.source, s.weight) for s in recipe.data.sources] == [("stdlib", 1.0)]
     assert recipe.lora.targets == "all-linear"
     assert recipe.scheme == {"name": "nope_interleaved", "every": 3}
