@@ -42,6 +42,9 @@ def choices() -> dict[str, dict[str, Any] | None]:
     for statistic in ("ablation", "sensitivity", "score", "norm"):
         scheme = {"name": "nope_interleaved", "layers": f"auto:7:{statistic}"}
         rows[f"nope_interleaved auto:7:{statistic}"] = scheme
+    for count in (1, 3, 5, 10, 15, 20, 25):
+        scheme = {"name": "nope_interleaved", "layers": f"auto:{count}:ablation"}
+        rows[f"nope_interleaved auto:{count}:ablation"] = scheme
     for p in FRACTIONS:
         for select in SELECTIONS:
             rows[f"p_rope {p} {select}"] = {"name": "p_rope", "p": p, "select": select}

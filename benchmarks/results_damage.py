@@ -122,10 +122,11 @@ def _zero_shot(result: dict[str, Any]) -> Lines:
     fractions = sorted({name.split()[1] for name in names}, key=float, reverse=True)
     selections = list(dict.fromkeys(name.split(maxsplit=2)[2] for name in names))
     grid = [[s, *(cell(f"p_rope {p} {s}") for p in fractions)] for s in selections]
+    by_damage = sorted(rows, key=lambda name: sum(rows[name]["loss"].values()))
     layers = [
-        [_label(row), cell(name)]
-        for name, row in rows.items()
-        if row["scheme"] is not None and not name.startswith("p_rope")
+        [_label(rows[name]), cell(name)]
+        for name in by_damage
+        if rows[name]["scheme"] is not None and not name.startswith("p_rope")
     ]
     texts = " / ".join(f"{loss:.3f} {name}" for name, loss in stock.items())
     return [
