@@ -33,8 +33,7 @@ def main() -> int:
     parts += ["## Cost of the code\n"]
     for path in sorted(BENCHMARKS.glob("*.json")):
         result = read_json(path)
-        section = bias_section if path.stem == "bias_cost" else benchmark_section
-        parts += section(path.name, result)
+        parts += SECTIONS.get(path.stem, benchmark_section)(path.name, result)
     write_text(PAGE, "\n".join(parts))
     return 0
 
@@ -107,6 +106,29 @@ def bias_section(name: str, result: dict[str, Any]) -> list[str]:
     return [*lines, provenance_text(result["provenance"]) + "\n"]
 
 
+def overhead_section(name: str, result: dict[str, Any]) -> list[str]:
+    """Patched against stock by scheme and workload: median ratio, first and third quartile."""
+    rows = result["rows"]
+    workloads = list(dict.fromkeys(row["workload"] for row in rows))
+    targets = ", ".join(f"{mode} {ratio}" for mode, ratio in result["targets"].items())
+    lines = [
+        f"### {name.removesuffix('.json')}\n",
+        f"CPU seconds of a patched model as a ratio to the stock one ({result['model']}), median "
+        f"and quartiles of {rows[0]['pairs']} pairs of calls; `stock` is a second stock model, the "
+        f"noise. Targets: {targets} at most. A mode that is not named was not measured.\n",
+        "| mode | scheme | " + " | ".join(workloads) + " |",
+        "|---" * (len(workloads) + 2) + "|",
+    ]
+    for mode, scheme in dict.fromkeys((row["mode"], row["scheme"]) for row in rows):
+        found = {r["workload"]: r for r in rows if (r["mode"], r["scheme"]) == (mode, scheme)}
+        cells = [
+            "{ratio:.3f} ({0:.3f} to {1:.3f})".format(*found[work]["quartiles"], **found[work])
+            for work in workloads
+        ]
+        lines.append(f"| {mode} | {scheme} | " + " | ".join(cells) + " |")
+    return [*lines, "", provenance_text(result["provenance"]) + "\n"]
+
+
 def benchmark_section(name: str, result: dict[str, Any]) -> list[str]:
     """The headline numbers of one benchmark file."""
     lines = [f"### {name.removesuffix('.json')}\n", "| measured | value |", "|---|---|"]
@@ -118,12 +140,15 @@ def _flat(value: Any, path: str = "") -> list[tuple[str, str]]:
     if isinstance(value, dict):
         found = []
         for key, item in value.items():
-            if key not in ("provenance", "schema", "kind"):
+            if key not in ("provenance", "schema", "kind", "name", "benchmark"):
                 found += _flat(item, f"{path} {key}".strip())
         return found
     if isinstance(value, list):
         return []
     return [(path, f"{value:.4g}" if isinstance(value, float) else str(value))]
+
+
+SECTIONS = {"bias_cost": bias_section, "patch_overhead": overhead_section}
 
 
 def _change(loss: float, goal: float) -> str:
