@@ -13,14 +13,17 @@ Lines = list[str]
 
 READING = """## What helped, and what did not
 
-Read off the tables above; one model, one seed where nothing else is said, few tokens.
+Read off the tables above: one model, few tokens, and one seed unless the row is among those with
+several. Those say what a difference must exceed: the seven layers moved by a hundredth of a nat
+either way with the seed.
 
 What to drop:
 
 - Choosing layers by measured ablation cost less than a third of what every fourth layer cost
-  zero-shot, and about a third after healing. The same number of layers by `norm` was hardly better
-  than every fourth. Dropping one after another and measuring again each time (`plan_search`) found
-  other layers that cost no less.
+  zero-shot, and about a third on the essays after healing: fifteen chosen layers cost what seven at
+  every fourth do. The same number of layers by `norm` was hardly better than every fourth. Dropping
+  one after another and measuring again each time (`plan_search`) found other layers that cost no
+  less.
 - `score` per layer is the best choice of pairs by far at .5 and .25, zero-shot and healed. Spread
   evenly over the layers it beats the fastest pairs at .5 and loses to them below: it is a
   second-order estimate, and dropping most pairs is no small change. With the most tokens a quarter
@@ -34,28 +37,28 @@ What to drop:
 How to drop it:
 
 - Compensation takes away part of the zero-shot damage of layers without rotation, and did nothing
-  for the fastest half of the pairs. Healing that starts from it ends a little further behind than
-  healing that starts without, for every fourth layer and for the seven.
+  for the fastest half of the pairs. Healing gains nothing from starting there: further behind for
+  every fourth layer, within the seeds' range for the seven.
 - No rotation anywhere, layer by layer over half of the steps, most harmless first: further behind
   than at once. There are fewer steps at the goal.
 - No rotation anywhere stays far behind, with every way of healing that was tried here; the widest
-  adapter is the best of them, and four times the tokens take away a tenth of what is left. The aim
-  was one nat; a curve to a million tokens was not run.
+  adapter is the best of them, and four times the tokens take away less than a tenth of what is
+  left. The aim was one nat; a curve to a million tokens was not run.
 
-How to heal:
+How to heal, on every fourth layer where nothing else is said:
 
-- Shorter rows, so more steps on the same tokens, help: 512 tokens are better than 1,024 on every
-  fourth layer. Rows of 256 are better on one text and worse on the other.
+- Shorter rows, so more steps on the same tokens: 512 tokens are better than 1,024. Rows of 256 are
+  better on one text and worse on the other.
 - lr 1e-3 for LoRA of rank 16 is worse than 3e-3 in so few steps.
-- More parameters help where much is broken and harm where little is: rank 64 and all linear layers
-  gain a little on every fourth layer, most without any rotation, and are the worst healing of the
-  seven layers.
+- Norms that train along are worth more than the rank: leaving them out costs as much as training
+  q and k alone; ranks 8 to 64 and all linear layers lie close together.
+- More parameters help where much is broken and harm where little is: rank 64 on all linear layers
+  is the best healing without any rotation, and the worst of the seven layers.
 - Whole q, k, v, o instead of LoRA of rank 16: at lr 3e-4 no better, at 1e-3 better on the essays
   and worse on the reference, with fourteen times the parameters and the same memory and time.
-- Hidden states first, then kl: about the same as kl alone on every fourth layer, worse than it
-  where nothing rotates.
+- Hidden states first, then kl: about the same as kl alone, worse than it where nothing rotates.
 - The seven layers came to within a twentieth of a nat on the essays with the most tokens; the aim
-  was .03, and none of the changes above brought it nearer.
+  was .03, and no change above brought it nearer than another seed did.
 
 Longer texts:
 
@@ -248,7 +251,7 @@ def _seeds(rows: list[dict[str, Any]]) -> Lines:
         for text in found[0]["behind"]:
             gaps = [row["behind"][text] for row in found]
             cells.append(f"{sum(gaps) / len(gaps):+.3f} ({min(gaps):+.3f} to {max(gaps):+.3f})")
-        seeds = ", ".join(str(row["heal"]["seed"]) for row in found)
+        seeds = ", ".join(str(seed) for seed in sorted(row["heal"]["seed"] for row in found))
         table.append([name, ", ".join(changes) or "as the recipe", f"{tokens:,}", seeds, *cells])
     if not table:
         return []
