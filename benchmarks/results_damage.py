@@ -37,9 +37,10 @@ What to drop:
 How to drop it:
 
 - Compensation takes away part of the zero-shot damage of layers without rotation, hardly any where
-  half of the pairs go, and adds to it where the slowest three quarters do. Where queries are normed
-  (Gemma 3 270M, `normed_gains` below) it harms. Healing gains nothing from starting there: further
-  behind for every fourth layer, within the seeds' range for the seven.
+  half of the pairs go; where three quarters go it takes away a tenth if they are chosen per layer
+  and adds to it if they are the same everywhere. Where queries are normed (Gemma 3 270M,
+  `normed_gains` below) it harms. Healing gains nothing from starting there: further behind for
+  every fourth layer, within the seeds' range for the seven.
 - No rotation anywhere, layer by layer over half of the steps, most harmless first: further behind
   than at once. There are fewer steps at the goal.
 - No rotation anywhere stays far behind, with every way of healing that was tried here; the widest
