@@ -43,6 +43,7 @@ How to drop it:
   every fourth layer, within the seeds' range for the seven.
 - No rotation anywhere, layer by layer over half of the steps, most harmless first: further behind
   than at once. There are fewer steps at the goal.
+- No rotation anywhere with a learned scale per head on the scores: hardly different from without.
 - No rotation anywhere stays far behind, with every way of healing that was tried here; the widest
   adapter is the best of them, and four times the tokens take away less than a tenth of what is
   left. The aim was one nat; a curve to a million tokens was not run.
