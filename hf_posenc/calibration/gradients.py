@@ -10,6 +10,7 @@ uncorrelated.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,15 +37,7 @@ class Gates:
         key = torch.cat((seen.key * on, seen.still_key * off), dim=-1)
         # One width for all three lets the fused kernel run.
         value = functional.pad(seen.value, (0, key.shape[-1] - seen.value.shape[-1]))
-        attended = functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=seen.allowed,
-            is_causal=seen.allowed is None,
-            scale=seen.scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        attended = replace(seen, value=value).attended(query, key)
         return attended[..., : seen.value.shape[-1]]
 
 

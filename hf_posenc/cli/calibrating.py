@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import yaml
@@ -47,20 +47,14 @@ def calibrate(
     wanted, names = checked_dtype(dtype), _parse_statistics(statistics)
     _check_out(out)
     from hf_posenc.calibration.tables import layer_table, pair_heat
-    from hf_posenc.calibration.text import calibration_rows
     from hf_posenc.calibration.watched import calibrate_watched
     from hf_posenc.schemes import as_scheme
     from hf_posenc.show import read_plan
-    from hf_posenc.sources import load_pretrained, load_tokenizer
 
     spec, _ = read_plan(model, as_scheme("rope"))  # which a converted model refuses
     check_row_tokens(row_tokens, spec)
     sources = tuple(texts or DEFAULT_SOURCES)
-    rows = calibration_rows(
-        load_tokenizer(model), tokens=tokens, row_tokens=row_tokens, sources=sources
-    )
-    with waiting(f"loading {model}"):
-        loaded = load_pretrained(model, dtype=wanted)
+    rows, loaded = _rows_and_model(model, wanted, tokens, row_tokens, sources)
     label = f"calibrating {model}"
     found = calibrate_watched(
         loaded, rows, sources=sources, label=label, statistics=names, seed=seed
@@ -70,6 +64,20 @@ def calibrate(
     if (heat := pair_heat(found)) is not None:
         screen().print(heat)
     print(out)
+
+
+def _rows_and_model(
+    model: str, dtype: Any, tokens: int, row_tokens: int, sources: tuple[str, ...]
+) -> tuple[Any, Any]:
+    """Token ids [N, T] to measure on, and the model; the text first, which fails sooner."""
+    from hf_posenc.calibration.text import calibration_rows
+    from hf_posenc.sources import load_pretrained, load_tokenizer
+
+    rows = calibration_rows(
+        load_tokenizer(model), tokens=tokens, row_tokens=row_tokens, sources=sources
+    )
+    with waiting(f"loading {model}"):
+        return rows, load_pretrained(model, dtype=dtype)
 
 
 def _check_out(out: Path) -> None:
@@ -119,22 +127,16 @@ def search(
     wanted = checked_dtype(dtype)
     _check_out(out)
     from hf_posenc.calibration.search import check_budget, plan_search
-    from hf_posenc.calibration.text import calibration_rows
     from hf_posenc.calibration.watched import progress_bar
     from hf_posenc.files import write_text
     from hf_posenc.schemes import as_scheme
     from hf_posenc.show import read_plan
-    from hf_posenc.sources import load_pretrained, load_tokenizer
 
     spec, _ = read_plan(model, as_scheme("rope"))  # which a converted model refuses
     check_budget(spec, drop, unit, shortlist)
     check_row_tokens(row_tokens, spec)
     sources = tuple(texts or DEFAULT_SOURCES)
-    rows = calibration_rows(
-        load_tokenizer(model), tokens=tokens, row_tokens=row_tokens, sources=sources
-    )
-    with waiting(f"loading {model}"):
-        loaded = load_pretrained(model, dtype=wanted)
+    rows, loaded = _rows_and_model(model, wanted, tokens, row_tokens, sources)
     with progress_bar(f"searching {model}") as progress:
         found = plan_search(
             loaded,
